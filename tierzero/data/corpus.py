@@ -27,11 +27,12 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 
 @dataclass(frozen=True)
 class DataSplit:
-    """Training data, validation data, and one line about them."""
+    """Training data, validation data, one line about them, and whether the tokens are bytes of text."""
 
     train: TokenSource
     validation: TokenSource
     description: str
+    is_text: bool
 
 
 def open_data(config: Config) -> DataSplit:
@@ -54,7 +55,8 @@ def open_data(config: Config) -> DataSplit:
         return TokenSource(stream, seq_len=train.seq_len, batch_size=train.batch_size, vocab=vocab, seed=train.seed)
 
     line = f"{name}: {len(training):,} tokens to train on, {len(validation):,} to validate"
-    return DataSplit(source(training), source(validation), line)
+    is_text = all(file.dtype.itemsize == 1 for file in (*training.files, *validation.files))
+    return DataSplit(source(training), source(validation), line, is_text)
 
 
 def _hold_out(stream: TokenStream, seq_len: int) -> tuple[TokenStream, TokenStream]:

@@ -1,0 +1,75 @@
+"""Every failure as one line and an exit code: 2 for what the user can fix, 1 for a fault, 128 + n for signal n."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TextIO
+
+_TRACEBACK = "TIERZERO_TRACEBACK"
+
+
+@contextmanager
+def reported(same_everywhere: bool = False) -> Iterator[None]:
+    """Turns exceptions into one line on standard error and the exit code, and warnings into notes.
+
+    ``same_everywhere``: every rank of a node finds the same, so that one of them says it.
+    """
+    from ..errors import TierZeroError
+    from ..training.stopping import Stopped
+
+    shown = warnings.showwarning
+    warnings.showwarning = _note
+    try:
+        yield
+    except Stopped as stopped:
+        _exit(stopped.exit_code)
+    except KeyboardInterrupt:
+        _exit(130)
+    except BrokenPipeError:
+        # Whoever read the output has gone; there is nobody to tell.
+        _exit(1)
+    except TierZeroError as error:
+        _fail(str(error), error, same_everywhere)
+    except Exception as error:
+        about = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        _fail(f"{about} (set {_TRACEBACK}=1 for the traceback)", error, False)
+    finally:
+        warnings.showwarning = shown
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for what the user can fix, 1 for a fault."""
+    from ..errors import ConfigError
+
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _fail(message: str, error: Exception, once: bool) -> NoReturn:
+    if os.environ.get(_TRACEBACK):
+        traceback.print_exception(error)
+    rank = os.environ.get("RANK")
+    if not once or os.environ.get("LOCAL_RANK", "0") == "0":
+        where = f"rank {rank}: " if rank is not None and not once else ""
+        print(f"tierzero: error: {where}{' '.join(message.split())}", file=sys.stderr, flush=True)
+    _exit(exit_code(error))
+
+
+def _exit(code: int) -> NoReturn:
+    sys.exit(code)
+
+
+def _note(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"tierzero: note: {' '.join(str(message).split())}", file=file or sys.stderr, flush=True)

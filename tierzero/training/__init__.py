@@ -1,0 +1,1 @@
+"""The parts of a ``tierzero train`` run: ranks, schedule, metrics, progress, checkpoints, signals."""

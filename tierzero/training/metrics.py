@@ -1,0 +1,147 @@
+"""One record per step: what was measured on every rank, put together, and written as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ..errors import ConfigError
+from . import ranks
+from .memory import peak_rss_bytes, rss_bytes
+
+TIERS = ("device", "host", "nvme")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+STALLS = ("nvme_read", "nvme_write", "gather", "optimizer", "host_budget")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step. Bytes are summed over the ranks; loss and seconds are their means. Steps count from 1."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    step_s: float
+    tokens_per_s: float
+    rss_bytes: int
+    peak_rss_bytes: int
+    tier_bytes: dict[str, int]
+    peak_tier_bytes: dict[str, int]
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    comm_bytes: dict[str, int]
+    stall_s: dict[str, float]
+    compute_s: float
+    loss_scale: float | None = None
+
+    def to_json(self) -> str:
+        """One line of strict JSON: a number that is not finite becomes null."""
+        return json.dumps(_finite(asdict(self)), allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank saw of a step."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    step_s: float
+    loss_scale: float | None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world_size: int) -> Record:
+    """The record of a step from every rank's figures. ``own.tokens`` is the global count. Every rank calls it."""
+    values = [own.loss, own.step_s, rss_bytes(), peak_rss_bytes(), stats["nvme_read_bytes"], stats["nvme_write_bytes"]]
+    values += [stats["tier_bytes"][tier] for tier in TIERS]
+    values += [stats["peak_tier_bytes"][tier] for tier in TIERS]
+    values += [stats["comm_bytes"][name] for name in COLLECTIVES]
+    values += [stats["stall_s"][name] for name in STALLS]
+    found = iter(ranks.total([float(value) for value in values], device))
+    loss, step_s = next(found) / world_size, next(found) / world_size
+    rss, peak, read, written = (int(next(found)) for _ in range(4))
+    now = {tier: int(next(found)) for tier in TIERS}
+    most = {tier: int(next(found)) for tier in TIERS}
+    comm = {name: int(next(found)) for name in COLLECTIVES}
+    stalls = {name: next(found) / world_size for name in STALLS}
+    return Record(
+        step=own.step,
+        loss=loss,
+        grad_norm=own.grad_norm,
+        lr=own.lr,
+        tokens=own.tokens,
+        step_s=step_s,
+        tokens_per_s=own.tokens / step_s if step_s > 0 else 0.0,
+        rss_bytes=rss,
+        peak_rss_bytes=peak,
+        tier_bytes=now,
+        peak_tier_bytes=most,
+        nvme_read_bytes=read,
+        nvme_write_bytes=written,
+        comm_bytes=comm,
+        stall_s=stalls,
+        compute_s=max(0.0, step_s - sum(stalls.values())),
+        loss_scale=own.loss_scale,
+    )
+
+
+class MetricsFile:
+    """The file of records. ``append`` goes on after the whole lines of an earlier run."""
+
+    def __init__(self, path: Path, *, append: bool) -> None:
+        self._path = path
+        if append:
+            _drop_partial_line(path)
+        self._file: IO[str] = open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+
+    def write(self, record: Record) -> None:
+        """Appends a record, visible at once to whoever follows the file."""
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def check_writable(path: Path) -> None:
+    """Makes the folder of ``path`` and sees that the file can be written, leaving its contents. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"log.metrics: cannot write {path}: {error.strerror or error}") from None
+
+
+def _drop_partial_line(path: Path) -> None:
+    """Cuts off what a killed run had not finished writing."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            at = file.read(end - start).rfind(b"\n")
+            if at >= 0:
+                end = start + at + 1
+                break
+            end = start
+        file.truncate(end)
