@@ -1,0 +1,150 @@
+"""The compiled loops over state and gradients. Importing this imports Numba; ``kernel`` and ``gradient`` do so on first
+use.
+
+Arrays are 1-D, contiguous, of one length, and never overlap. ``bits`` says how their dtypes are read: a gradient is
+uint16 (bf16 bits), int16 (fp16 bits) or float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba.extending import register_jitable
+
+from tierzero.optim.bits import bits_float, float_bits, float_to_fp16, join_bits, narrow, split_bits, widen
+from tierzero.optim.jit import loop
+
+BLOCK = 4096
+"""Elements whose squares are summed together; see ``gradient``."""
+LANES = 32
+"""Partial sums within a block: element ``k`` of a block goes to lane ``k % LANES``."""
+
+
+@register_jitable
+def _adam(w: Any, m: Any, v: Any, g: Any, s: Any) -> Any:
+    """New w, m, v as fp32: the order of operations of ``AdamScalars``. The conditions do not depend on the element."""
+    g = g + s.l2 * w if s.l2 != np.float32(0) else g
+    w = w * s.decay
+    m = (m if s.lerp > np.float32(0) else g) + s.lerp * (g - m)
+    v = v * s.beta2 + (s.one_minus_beta2 * g) * g
+    w = w - (s.step_size * m) / (math.sqrt(v) * s.inv_sqrt_bias2 + s.eps)
+    return w, m, v
+
+
+@loop
+def adam_bf16(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any) -> None:
+    """Update hi (uint16), lo (int16), m and v (float32) in place."""
+    for i in range(hi.size):
+        w = bits_float(join_bits(hi[i], lo[i]))
+        g = widen(grad[i]) * scale
+        w, m_i, v_i = _adam(w, m[i], v[i], g, s)
+        upper, lower = split_bits(float_bits(w))
+        hi[i] = upper
+        lo[i] = lower
+        m[i] = m_i
+        v[i] = v_i
+
+
+@loop
+def adam_fp32(w: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any) -> None:
+    """Update w, m and v (float32) in place."""
+    for i in range(w.size):
+        g = widen(grad[i]) * scale
+        w_i, m_i, v_i = _adam(w[i], m[i], v[i], g, s)
+        w[i] = w_i
+        m[i] = m_i
+        v[i] = v_i
+
+
+@loop
+def adam_fp16(weight: Any, master: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any) -> None:
+    """Update master, m and v (float32) in place and write the new master to weight (int16: fp16 bits)."""
+    for i in range(master.size):
+        g = widen(grad[i]) * scale
+        w, m_i, v_i = _adam(master[i], m[i], v[i], g, s)
+        weight[i] = float_to_fp16(w)
+        master[i] = w
+        m[i] = m_i
+        v[i] = v_i
+
+
+@register_jitable
+def _lane_sum(lanes: Any) -> Any:
+    total = 0.0
+    for lane in range(LANES):
+        total += lanes[lane]
+        lanes[lane] = 0.0
+    return total
+
+
+@loop
+def sum_squares(x: Any, block_sums: Any) -> None:
+    """Write the sum of squares of each block of ``x`` to ``block_sums`` (float64[ceil(n / BLOCK)])."""
+    lanes = np.zeros(LANES, np.float64)
+    for block in range(block_sums.size):
+        start = block * BLOCK
+        stop = min(start + BLOCK, x.size)
+        whole = stop - (stop - start) % LANES
+        for i in range(start, whole, LANES):
+            for lane in range(LANES):
+                value = np.float64(widen(x[i + lane]))
+                lanes[lane] += value * value
+        for i in range(whole, stop):
+            value = np.float64(widen(x[i]))
+            lanes[i - whole] += value * value
+        block_sums[block] = _lane_sum(lanes)
+
+
+@loop
+def copy_sum_squares(dst: Any, src: Any, block_sums: Any) -> None:
+    """``dst = src`` in dst's dtype, and the sums of squares of the result as ``sum_squares`` gives them."""
+    lanes = np.zeros(LANES, np.float64)
+    for block in range(block_sums.size):
+        start = block * BLOCK
+        stop = min(start + BLOCK, dst.size)
+        whole = stop - (stop - start) % LANES
+        for i in range(start, whole, LANES):
+            for lane in range(LANES):
+                stored = narrow(widen(src[i + lane]), dst[i + lane])
+                dst[i + lane] = stored
+                value = np.float64(widen(stored))
+                lanes[lane] += value * value
+        for i in range(whole, stop):
+            stored = narrow(widen(src[i]), dst[i])
+            dst[i] = stored
+            value = np.float64(widen(stored))
+            lanes[i - whole] += value * value
+        block_sums[block] = _lane_sum(lanes)
+
+
+@loop
+def add_sum_squares(dst: Any, src: Any, block_sums: Any) -> None:
+    """``dst = dst + src``, added in fp32 and rounded once, and the sums of squares of the result."""
+    lanes = np.zeros(LANES, np.float64)
+    for block in range(block_sums.size):
+        start = block * BLOCK
+        stop = min(start + BLOCK, dst.size)
+        whole = stop - (stop - start) % LANES
+        for i in range(start, whole, LANES):
+            for lane in range(LANES):
+                stored = narrow(widen(dst[i + lane]) + widen(src[i + lane]), dst[i + lane])
+                dst[i + lane] = stored
+                value = np.float64(widen(stored))
+                lanes[lane] += value * value
+        for i in range(whole, stop):
+            stored = narrow(widen(dst[i]) + widen(src[i]), dst[i])
+            dst[i] = stored
+            value = np.float64(widen(stored))
+            lanes[i - whole] += value * value
+        block_sums[block] = _lane_sum(lanes)
+
+
+@loop
+def ordered_sum(values: Any) -> float:
+    """Sum of float64 values, first to last (Python's ``sum`` compensates from 3.12 on: it depends on the version)."""
+    total = 0.0
+    for i in range(values.size):
+        total += values[i]
+    return total
