@@ -149,7 +149,7 @@ class Run:
         """All steps, then validation, sample and summary. Returns the validation loss."""
         train, first = self.config.train, self.job.ranks.first
         path = self.config.log.metrics if first else None
-        metrics = MetricsFile(path, append=self.start > 0) if path is not None else None
+        metrics = MetricsFile(path, resumed=self.start) if path is not None else None
         if first:
             self._greet()
         progress = open_progress(train.steps, self.start, self.config.log.every) if first else Silent()

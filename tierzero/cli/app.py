@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .failures import reported
+from .failures import reported, usage_errors
 
 app = typer.Typer(
     name="tierzero",
@@ -21,9 +22,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from .. import __version__
 
-        typer.echo(f"tierzero {version('tierzero')}")
+        typer.echo(f"tierzero {__version__}")
         raise typer.Exit
 
 
@@ -67,4 +68,5 @@ def train(
 
 def main() -> None:
     """Entry point of the ``tierzero`` script."""
-    app(prog_name="tierzero")
+    with usage_errors():
+        sys.exit(app(prog_name="tierzero", standalone_mode=False) or 0)

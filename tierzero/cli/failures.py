@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
+import typer
+
 _TRACEBACK = "TIERZERO_TRACEBACK"
 
 
@@ -31,7 +33,8 @@ def reported(same_everywhere: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         _exit(130)
     except BrokenPipeError:
-        # Whoever read the output has gone; there is nobody to tell.
+        # Whoever read the output has gone; nobody is left to tell, and the exit must not try again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _exit(1)
     except TierZeroError as error:
         _fail(str(error), error, same_everywhere)
@@ -40,6 +43,24 @@ def reported(same_everywhere: bool = False) -> Iterator[None]:
         _fail(f"{about} (set {_TRACEBACK}=1 for the traceback)", error, False)
     finally:
         warnings.showwarning = shown
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns what the command-line parser refuses into one line and exit code 2."""
+    try:
+        yield
+    except typer.Abort:
+        _exit(130)
+    except Exception as error:
+        # The parser's base class has no public name in typer; its errors are those that can state themselves.
+        if not hasattr(error, "format_message"):
+            raise
+        message = " ".join(error.format_message().split())
+        if message:  # there is none where the help was shown for want of arguments
+            where = getattr(getattr(error, "ctx", None), "command_path", "tierzero")
+            print(f"tierzero: error: {message} (see {where} --help)", file=sys.stderr)
+        _exit(2)
 
 
 def exit_code(error: BaseException) -> int:

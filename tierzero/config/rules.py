@@ -148,10 +148,11 @@ def choice(*values: str | int | bool, later: Sequence[str | int | bool] = ()) ->
             raise rule.refuse()
         return value  # type: ignore[no-any-return]
 
-    return _rule(" or ".join(_toml(value) for value in values), parse)
+    return _rule(" or ".join(toml_text(value) for value in values), parse)
 
 
-def _toml(value: str | int | bool) -> str:
+def toml_text(value: str | float | bool) -> str:
+    """A plain value as it is written in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else str(value)

@@ -67,7 +67,7 @@ class DataSection(Section):
         None, "Text files or .bin token files. Left out: the sources of the running Python's standard library."
     )
     validation: Annotated[list[str] | None, paths(as_text=True, what="path or pattern (*, ?, **)")] = key(
-        None, "Files to validate on. Left out: a part of the training data is kept apart (see docs)."
+        None, "Files to validate on. Left out: the last twentieth of path, or a twentieth of the library's files."
     )
     dtype: Annotated[Literal["auto", "uint16", "uint32"], choice("auto", "uint16", "uint32")] = key(
         "auto", 'Token type of .bin files; "auto" is uint16 up to a vocabulary of 65536, else uint32.'
@@ -93,7 +93,9 @@ class TrainSection(Section):
     )
     grad_clip: Annotated[float, real(0, 1e9)] = key(1.0, "Largest global gradient norm; 0 turns clipping off.")
     seed: Annotated[int, whole(0, 2**63 - 1)] = key(0, "Seed of weights, data order, dropout and sampling.")
-    compile: Annotated[bool, choice(False, later=(True,))] = key(False, "Compile the model's blocks.")
+    compile: Annotated[bool, choice(False, later=(True,))] = key(
+        False, "Compile the model's blocks; not available in this version."
+    )
     validation_every: Annotated[int, whole(0, 10**9)] = key(
         0, "Steps between validations; 0 validates at the end only."
     )
@@ -202,10 +204,10 @@ class CheckpointSection(Section):
     every: Annotated[int, whole(0, 10**9)] = key(0, "Steps between checkpoints; 0 writes none.")
     keep: Annotated[int, whole(1, 10**6)] = key(2, "Newest checkpoints to keep.")
     async_: Annotated[bool, choice(False, later=(True,))] = key(
-        False, "Write checkpoints beside the training.", alias="async"
+        False, "Write checkpoints beside the training; not available in this version.", alias="async"
     )
     durable: Annotated[bool, choice(False, later=(True,))] = key(
-        False, "Use the tier files themselves as part of the checkpoint."
+        False, "Use the tier files as part of the checkpoint; not available in this version."
     )
 
 
@@ -213,5 +215,7 @@ class LogSection(Section):
     """What a run records."""
 
     metrics: Annotated[Path | None, path()] = key(None, "File that gets one JSON object per step. Left out: none.")
-    timeline: Annotated[bool, choice(False, later=(True,))] = key(False, "Record a timeline of every step.")
+    timeline: Annotated[bool, choice(False, later=(True,))] = key(
+        False, "Record a timeline of every step; not available in this version."
+    )
     every: Annotated[int, whole(1, 10**9)] = key(1, "Steps between progress lines where there is no terminal.")

@@ -120,10 +120,10 @@ class TokenStream:
                 for offset in range(0, file.tokens * file.dtype.itemsize, _SCAN_BLOCK * skip):
                     handle.seek(offset)
                     block = np.frombuffer(handle.read(_SCAN_BLOCK), dtype=file.dtype)
-                    if block.size and int(block.max()) >= vocab:
-                        where = int(np.argmax(block >= vocab))
-                        position = offset // file.dtype.itemsize + where
-                        raise unfit_token(self.key, int(block[where]), vocab, f"{file.path}, token {position}")
+                    largest = int(block.max()) if block.size else 0
+                    if largest >= vocab:
+                        position = offset // file.dtype.itemsize + int(np.argmax(block))
+                        raise unfit_token(self.key, largest, vocab, f"{file.path}, token {position}")
 
 
 def unfit_token(key: str, token: int, vocab: int, where: str) -> ConfigError:

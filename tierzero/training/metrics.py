@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,13 +102,15 @@ def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world
 
 
 class MetricsFile:
-    """The file of records. ``append`` goes on after the whole lines of an earlier run."""
+    """The file of records. A run resumed after ``resumed`` steps goes on behind them; a new one starts it over.
 
-    def __init__(self, path: Path, *, append: bool) -> None:
-        self._path = path
-        if append:
-            _drop_partial_line(path)
-        self._file: IO[str] = open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+    Records of later steps, from before the run was interrupted, are dropped: they are made again.
+    """
+
+    def __init__(self, path: Path, *, resumed: int = 0) -> None:
+        if resumed and path.exists():
+            _keep_steps(path, resumed)
+        self._file: IO[str] = open(path, "a" if resumed else "w", encoding="utf-8")  # noqa: SIM115 - open for the whole run
 
     def write(self, record: Record) -> None:
         """Appends a record, visible at once to whoever follows the file."""
@@ -130,18 +131,20 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"log.metrics: cannot write {path}: {error.strerror or error}") from None
 
 
-def _drop_partial_line(path: Path) -> None:
-    """Cuts off what a killed run had not finished writing."""
-    if not path.exists():
-        return
+def _keep_steps(path: Path, last: int) -> None:
+    """Cuts ``path`` off before the first record of a step after ``last``, or before a line that was not finished."""
     with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            at = file.read(end - start).rfind(b"\n")
-            if at >= 0:
-                end = start + at + 1
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n") or _step_of(line) > last:
                 break
-            end = start
+            end += len(line)
         file.truncate(end)
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a record; 0 for a line that is none, which is kept."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
