@@ -1,0 +1,34 @@
+"""Where bytes live: budgets, page-aligned buffers, tier files, the I/O engine and the tiered store."""
+
+from __future__ import annotations
+
+from tierzero.tiers.directory import TierDirectory, free_bytes
+from tierzero.tiers.engine import IoEngine, Priority, Request
+from tierzero.tiers.memory import PAGE, Allocator, Buffer, HostAllocator, MemoryPool, page_round
+from tierzero.tiers.objects import Extent, Lease, Residency, StoredObject
+from tierzero.tiers.store import TieredStore
+from tierzero.tiers.striped_file import Direct, Piece, StripedFile
+from tierzero.tiers.tier import Tier
+
+__all__ = [
+    "PAGE",
+    "Allocator",
+    "Buffer",
+    "Direct",
+    "Extent",
+    "HostAllocator",
+    "IoEngine",
+    "Lease",
+    "MemoryPool",
+    "Piece",
+    "Priority",
+    "Request",
+    "Residency",
+    "StoredObject",
+    "StripedFile",
+    "Tier",
+    "TierDirectory",
+    "TieredStore",
+    "free_bytes",
+    "page_round",
+]

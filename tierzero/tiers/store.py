@@ -1,0 +1,271 @@
+"""Objects that live in a tier, and the state machine of where their newest bytes are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tierzero.errors import BudgetError, ConfigError, TierError
+from tierzero.tiers.directory import TierDirectory
+from tierzero.tiers.engine import IoEngine
+from tierzero.tiers.executor import Priority, Request
+from tierzero.tiers.faults import first_cause
+from tierzero.tiers.memory import MemoryPool, page_round
+from tierzero.tiers.objects import Extent, Lease, Residency, StoredObject, claim, layout, runs
+from tierzero.tiers.striped_file import Direct, StripedFile
+from tierzero.tiers.tier import Tier
+
+__all__ = ["Extent", "Lease", "Residency", "StoredObject", "TieredStore"]
+
+
+class TieredStore:
+    """Named objects with a home tier each: in pool memory (device, host), or as extents of tier files (nvme).
+
+    Declare with `add`, then `open` once. `page_in`, `page_out` and `write` are coroutines for the engine's loop. Sizes
+    are in bytes. ``verify`` keeps a checksum of each nvme object as it is written and checks it at every page-in.
+    """
+
+    def __init__(
+        self,
+        engine: IoEngine,
+        *,
+        pools: dict[Tier, MemoryPool],
+        nvme_paths: Sequence[Path],
+        rank: int,
+        block_size: int,
+        direct: Direct,
+        nvme_limit: int | None,
+        verify: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.file: StripedFile | None = None
+        """The tier files; None without nvme objects, before `open` and after `close`."""
+        self._pools = pools
+        self._nvme_paths = tuple(nvme_paths)
+        self._rank = rank
+        self._block_size = block_size
+        self._direct = direct
+        self._nvme_limit = nvme_limit
+        self._verify = verify
+        self._objects: dict[str, StoredObject] = {}
+        self._file_bytes = 0
+        self._opened = False
+        self._cleanup = ExitStack()
+
+    def add(self, name: str, nbytes: int, home: Tier) -> StoredObject:
+        """Declares an object; takes nothing yet. nvme objects added one after another are neighbours in the file."""
+        if self._opened:
+            raise RuntimeError(f"{name!r} is added to a store that is open already")
+        if name in self._objects:
+            raise ValueError(f"the store already has an object {name!r}")
+        if nbytes < 0:
+            raise ValueError(f"{name!r}: a size cannot be negative, got {nbytes}")
+        extent = None
+        if home is Tier.NVME:
+            extent = Extent(self._file_bytes, page_round(nbytes))
+            self._file_bytes += extent.nbytes
+        stored = self._objects[name] = StoredObject(name, nbytes, home, extent)
+        return stored
+
+    def open(self) -> None:
+        """Checks that everything fits, then takes it: memory from the pools, files on the nvme paths.
+
+        Raises BudgetError with the missing bytes, ConfigError for paths that cannot be used; nothing is kept then.
+        """
+        if self._opened:
+            raise RuntimeError("the store is open already")
+        self._check_pools()
+        if self._file_bytes and not self._nvme_paths:
+            raise ConfigError(
+                f"tiers.nvme: {self._file_bytes:,} bytes of state are placed on nvme, but no path is given; "
+                "set tiers.nvme"
+            )
+        with ExitStack() as stack:
+            if self._file_bytes:
+                self.file = self._open_file(stack)
+            for stored in self._objects.values():
+                if stored.home is not Tier.NVME:
+                    pool = self._pools[stored.home]
+                    stored.buffer = pool.allocate(stored.nbytes, stored.name)
+                    stack.callback(_free, stored, pool)
+            self._cleanup = stack.pop_all()
+        self._opened = True
+
+    async def page_in(
+        self, objects: Sequence[StoredObject], dest: memoryview, priority: Priority, request: Request | None = None
+    ) -> Lease:
+        """Reads nvme objects into ``dest``, each from the sum of the page-rounded sizes before it; neighbours in one
+        request.
+
+        Waits for a page-out of the same objects to end. Raises TierError when a read fails (the objects are then
+        AT_HOME as before), RuntimeError when one is held by somebody else, ValueError when ``dest`` is too small.
+        """
+        file, starts = self._prepare(objects, dest)
+        await _settled(objects)
+        claim(objects, Residency.PAGING_IN)
+        request = request or Request(priority)
+        try:
+            await _all(
+                [
+                    self.engine.read(file, extent.offset, dest[start : start + extent.nbytes], priority, request)
+                    for start, extent in runs(objects, starts)
+                ]
+            )
+            if self._verify:
+                await self._check_digests(file, objects, starts, dest)
+        except BaseException:
+            for stored in objects:
+                stored._move(Residency.AT_HOME)
+            raise
+        for stored in objects:
+            stored._move(Residency.RESIDENT)
+        return Lease(objects, dest)
+
+    async def page_out(self, lease: Lease, priority: Priority, request: Request | None = None) -> None:
+        """Writes a dirty lease's objects home; the lease is then over and its memory the caller's again.
+
+        Until then nobody may write into it. On a failure the objects stay DIRTY, the lease stays alive and TierError is
+        raised.
+        """
+        lease._check_alive()
+        await self._write_home(lease.objects, lease.dest, priority, request)
+        lease._end()
+
+    async def write(
+        self, objects: Sequence[StoredObject], src: memoryview, priority: Priority, request: Request | None = None
+    ) -> None:
+        """Writes contents that were never paged in; ``src`` is laid out as in `page_in`. Waits for a page-out to end.
+
+        After a failure (TierError) the objects are DIRTY until another `write` of them succeeds.
+        """
+        self._prepare(objects, src)
+        await _settled(objects)
+        for stored in objects:
+            stored._check_unleased("write")
+        await self._write_home(objects, src, priority, request)
+
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """Declared bytes by home tier, in whole pages on nvme."""
+        totals = dict.fromkeys(Tier, 0)
+        for stored in self._objects.values():
+            totals[stored.home] += stored.extent.nbytes if stored.extent else stored.nbytes
+        return totals
+
+    def close(self) -> None:
+        """Gives the memory back and removes the files. Safe to call twice. Running transfers fail with TierError."""
+        self._cleanup.close()
+        self.file = None
+
+    def _open_file(self, stack: ExitStack) -> StripedFile:
+        if self._nvme_limit is not None and self._file_bytes > self._nvme_limit:
+            missing = self._file_bytes - self._nvme_limit
+            raise BudgetError(
+                f"tiers.nvme_limit: {self._file_bytes:,} bytes of state are placed on nvme, but the limit is "
+                f"{self._nvme_limit:,}; raise it by {missing:,} bytes or place less on nvme",
+                missing,
+            )
+        directories = []
+        for path in self._nvme_paths:
+            directory = TierDirectory.open(path, self._rank)
+            stack.callback(directory.close)
+            directories.append(directory)
+        file = StripedFile(directories, self._file_bytes, block_size=self._block_size, direct=self._direct)
+        stack.callback(file.close)
+        return file
+
+    def _check_pools(self) -> None:
+        for tier in (Tier.DEVICE, Tier.HOST):
+            needed = sum(page_round(stored.nbytes) for stored in self._objects.values() if stored.home is tier)
+            if not needed:
+                continue
+            if tier not in self._pools:
+                raise ConfigError(
+                    f"tiers.{tier.value}: {needed:,} bytes of state are placed there, but it has no budget"
+                )
+            free = self._pools[tier].free
+            if needed > free:
+                raise BudgetError(
+                    f"tiers.{tier.value}: {needed:,} bytes of state are placed there, but {free:,} are free; "
+                    f"raise it by {needed - free:,} bytes or place less there",
+                    needed - free,
+                )
+
+    def _prepare(self, objects: Sequence[StoredObject], memory: memoryview) -> tuple[StripedFile, list[int]]:
+        if self.file is None:
+            raise RuntimeError("the store has no open tier file; call open() first")
+        starts, total = layout(objects)
+        if memory.nbytes < total:
+            raise ValueError(f"{objects[0].name!r} and what follows need {total} bytes of memory, got {memory.nbytes}")
+        return self.file, starts
+
+    async def _write_home(
+        self, objects: Sequence[StoredObject], memory: memoryview, priority: Priority, request: Request | None
+    ) -> None:
+        file, starts = self._prepare(objects, memory)
+        claim(objects, Residency.PAGING_OUT)
+        request = request or Request(priority)
+        try:
+            digests = await self._digests(objects, starts, memory) if self._verify else [None] * len(objects)
+            await _all(
+                [
+                    self.engine.write(file, extent.offset, memory[start : start + extent.nbytes], priority, request)
+                    for start, extent in runs(objects, starts)
+                ]
+            )
+        except BaseException as error:
+            for stored in objects:
+                stored._settle(Residency.DIRTY, error)
+            raise
+        for stored, value in zip(objects, digests, strict=True):
+            stored._digest = value
+            stored._settle(Residency.AT_HOME, None)
+
+    async def _digests(
+        self, objects: Sequence[StoredObject], starts: Sequence[int], memory: memoryview
+    ) -> list[int | None]:
+        slices = [memory[start : start + stored.nbytes] for stored, start in zip(objects, starts, strict=True)]
+        return await self.engine.call(lambda: [int(xxhash.xxh3_64_intdigest(part)) for part in slices])
+
+    async def _check_digests(
+        self, file: StripedFile, objects: Sequence[StoredObject], starts: Sequence[int], memory: memoryview
+    ) -> None:
+        found = await self._digests(objects, starts, memory)
+        for stored, value in zip(objects, found, strict=True):
+            if stored._digest is None or stored._digest == value:
+                continue
+            assert stored.extent is not None
+            first = file.pieces(stored.extent.offset, stored.extent.nbytes)[0]
+            raise TierError(
+                f"{stored.name!r} was read back damaged: bytes {stored.extent.offset:,} to "
+                f"{stored.extent.offset + stored.extent.nbytes:,} of the tier, from offset {first.file_offset:,} of "
+                f"{file.paths[first.path_index]}, differ from what was written; "
+                "go on from a checkpoint and check the drive"
+            )
+
+
+def _free(stored: StoredObject, pool: MemoryPool) -> None:
+    if stored.buffer is not None:
+        buffer, stored.buffer = stored.buffer, None
+        pool.release(buffer)
+
+
+async def _settled(objects: Sequence[StoredObject]) -> None:
+    """Waits until none of the objects is being written; raises the error of a write that failed meanwhile."""
+    while waits := [stored._written for stored in objects if stored._written is not None]:
+        await asyncio.shield(waits[0])
+
+
+async def _all(transfers: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Waits for all, also when one fails or this is cancelled: memory that is still in use must not be given back."""
+    if len(transfers) == 1:
+        await transfers[0]
+        return
+    results = await asyncio.gather(*transfers, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise first_cause(errors)

@@ -1,0 +1,260 @@
+"""One logical file over several drives: preallocated, page-cache free where the file system allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tierzero.errors import BudgetError, ConfigError, TierError
+from tierzero.tiers.directory import TierDirectory
+from tierzero.tiers.memory import PAGE, page_round
+
+Direct = Literal["auto"] | bool
+
+_NAME = "state"
+_SYNC_EVERY = 256 << 20
+"""Bytes written through the page cache between two flushes: what a buffered tier file may hold in it."""
+
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a request that lies in one file: ``nbytes`` at ``file_offset``, and ``start`` bytes into the request."""
+
+    path_index: int
+    file_offset: int
+    start: int
+    nbytes: int
+
+
+class _Stripe:
+    """The file on one path."""
+
+    def __init__(self, directory: TierDirectory, size: int) -> None:
+        self.directory = directory
+        self.path = directory.file_path(_NAME)
+        self.size = size
+        self.direct = False
+        self.fd = -1
+        self.unsynced = 0
+
+
+class StripedFile:
+    """A logical space of ``nbytes`` in which block i lies on path i mod n, at (i div n) * ``block_size``. All sizes in
+    bytes.
+
+    Files are preallocated, so a full disk is met here and not in the middle of a run. ``direct``: "auto" uses O_DIRECT
+    where the file system takes it and warns once where not; True raises ConfigError where not; False never uses it.
+    Raises BudgetError when ``limit`` or the free space of the paths is too small, before any file is made.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[TierDirectory],
+        nbytes: int,
+        *,
+        block_size: int,
+        direct: Direct = "auto",
+        limit: int | None = None,
+    ) -> None:
+        if not directories:
+            raise ConfigError("tiers.nvme: no path is given, but state is placed on nvme; set tiers.nvme")
+        if block_size <= 0 or block_size % PAGE:
+            raise ConfigError(f"io.block_size must be a multiple of {PAGE}, got {block_size}")
+        nbytes = page_round(nbytes)
+        self.nbytes = nbytes
+        self.block_size = block_size
+        self._closed = False
+        self._users = 0
+        self._idle = threading.Condition()
+        sizes = _stripe_sizes(nbytes, block_size, len(directories))
+        _check_room(directories, sizes, limit)
+        self._stripes = [_Stripe(directory, size) for directory, size in zip(directories, sizes, strict=True)]
+        try:
+            self._create(direct)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files, in the order of their index."""
+        return tuple(stripe.path for stripe in self._stripes)
+
+    @property
+    def direct(self) -> tuple[bool, ...]:
+        """For each path whether it bypasses the page cache."""
+        return tuple(stripe.direct for stripe in self._stripes)
+
+    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+        """Cuts a request into parts of at most ``block_size`` that lie in one file each. Raises ValueError outside the
+        file.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} lie outside a tier file of {self.nbytes} bytes")
+        block, paths = self.block_size, len(self._stripes)
+        if paths == 1:  # blocks are neighbours: cut from the request's own start, for the fewest pieces
+            return [Piece(0, offset + start, start, min(block, nbytes - start)) for start in range(0, nbytes, block)]
+        pieces = []
+        start = 0
+        while start < nbytes:
+            index, within = divmod(offset + start, block)
+            length = min(block - within, nbytes - start)
+            pieces.append(Piece(index % paths, index // paths * block + within, start, length))
+            start += length
+        return pieces
+
+    @contextlib.contextmanager
+    def using(self, path_index: int) -> Iterator[int]:
+        """The descriptor of a file for one system call; `close` waits for its end. Raises TierError after `close`."""
+        with self._idle:
+            if self._closed:
+                raise TierError(f"{self._stripes[path_index].path} is closed")
+            self._users += 1
+        try:
+            yield self._stripes[path_index].fd
+        finally:
+            with self._idle:
+                self._users -= 1
+                self._idle.notify_all()
+
+    def drop_cache(self, path_index: int, fd: int, offset: int, nbytes: int, *, written: bool) -> None:
+        """Keeps buffered I/O from filling the page cache; nothing to do with O_DIRECT."""
+        stripe = self._stripes[path_index]
+        if stripe.direct:
+            return
+        if written:
+            with self._idle:
+                stripe.unsynced += nbytes
+                flush = stripe.unsynced >= _SYNC_EVERY
+                if flush:
+                    stripe.unsynced = 0
+            if flush:
+                # Pages that are still dirty cannot be dropped.
+                os.fdatasync(fd)
+                offset = nbytes = 0  # the whole file
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def free_bytes(self, path_index: int) -> int:
+        """Free space of the file system that the file lies on."""
+        return self._stripes[path_index].directory.free_bytes()
+
+    def close(self) -> None:
+        """Closes and removes the files, after the system calls that are using them. Safe to call twice."""
+        with self._idle:
+            self._closed = True
+            while self._users:
+                self._idle.wait()
+        for stripe in self._stripes:
+            if stripe.fd >= 0:
+                os.close(stripe.fd)
+                stripe.fd = -1
+                with contextlib.suppress(OSError):
+                    stripe.directory.remove_file(_NAME)
+
+    def _create(self, direct: Direct) -> None:
+        refused = []
+        for stripe in self._stripes:
+            try:
+                stripe.fd = stripe.directory.create_file(_NAME)
+                _preallocate(stripe)
+            except OSError as error:
+                raise _creation_error(stripe, error) from error
+            if direct is False:
+                continue
+            problem = _go_direct(stripe)
+            if problem is not None:
+                refused.append(f"{stripe.directory.root} ({problem})")
+        if not refused:
+            return
+        text = f"tiers.nvme: no O_DIRECT on {', '.join(refused)}"
+        if direct is True:
+            raise ConfigError(f'{text}, but io.direct = true; set io.direct = "auto" or use another file system')
+        warnings.warn(f"{text}; using buffered I/O there, which is slower", RuntimeWarning, stacklevel=3)
+
+
+def _stripe_sizes(nbytes: int, block_size: int, paths: int) -> list[int]:
+    """Bytes that each path holds of a logical space of ``nbytes``."""
+    full, rest = divmod(nbytes, block_size)
+    sizes = [(full // paths + (index < full % paths)) * block_size for index in range(paths)]
+    sizes[full % paths] += rest
+    return sizes
+
+
+def _check_room(directories: Sequence[TierDirectory], sizes: Sequence[int], limit: int | None) -> None:
+    total = sum(sizes)
+    if limit is not None and total > limit:
+        raise BudgetError(
+            f"tiers.nvme_limit: {total:,} bytes of state go to nvme, but the limit is {limit:,}; "
+            f"raise it by {total - limit:,} or place less on nvme",
+            total - limit,
+        )
+    needed: dict[int, int] = {}
+    roots: dict[int, TierDirectory] = {}
+    for directory, size in zip(directories, sizes, strict=True):
+        device = os.stat(directory.root).st_dev  # two paths on one file system share its space
+        needed[device] = needed.get(device, 0) + size
+        roots.setdefault(device, directory)
+    for device, need in needed.items():
+        free = roots[device].free_bytes()
+        if need > free:
+            raise BudgetError(
+                f"tiers.nvme: {roots[device].root} has {free:,} bytes free, but {need:,} are needed; "
+                f"free {need - free:,} bytes, add a path or place less on nvme",
+                need - free,
+            )
+
+
+def _preallocate(stripe: _Stripe) -> None:
+    if stripe.size == 0:
+        return
+    try:
+        os.posix_fallocate(stripe.fd, 0, stripe.size)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        os.ftruncate(stripe.fd, stripe.size)  # a file system without preallocation
+
+
+def _creation_error(stripe: _Stripe, error: OSError) -> ConfigError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = stripe.directory.free_bytes()
+        return BudgetError(
+            f"tiers.nvme: {stripe.size:,} bytes could not be reserved in {stripe.path}: {error.strerror} "
+            f"({free:,} bytes free); free some, add a path or place less on nvme",
+            max(stripe.size - free, 0),
+        )
+    return ConfigError(f"tiers.nvme: {stripe.path} cannot be created: {error.strerror}; name another path")
+
+
+def _go_direct(stripe: _Stripe) -> str | None:
+    """Replaces the descriptor by one with O_DIRECT if a real write and read through it work; else says why not."""
+    if stripe.size == 0:
+        return None
+    fd = -1
+    try:
+        fd = stripe.directory.reopen_file(_NAME, os.O_DIRECT)
+        with mmap.mmap(-1, PAGE) as page:  # zeros, which the new file holds anyway
+            if os.pwrite(fd, page, 0) != PAGE or os.preadv(fd, [page], 0) != PAGE:
+                raise OSError(errno.EIO, "a page was not transferred whole")
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        if error.errno in (*_REFUSALS, errno.EIO):
+            return error.strerror or os.strerror(error.errno)
+        raise ConfigError(
+            f"tiers.nvme: {stripe.path} cannot be written to: {error.strerror}; name another path"
+        ) from error
+    os.close(stripe.fd)
+    stripe.fd = fd
+    stripe.direct = True
+    return None
