@@ -23,6 +23,8 @@ _SIGN = np.uint32(0x80000000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 _QUIET_BF16 = np.uint32(0x40)
+_QUIET = np.uint32(0x400000)
+_UPPER = np.uint32(0xFFFF0000)
 
 
 def _bitcast(source: Any, target: Any, llvm_target: Any) -> Any:
@@ -93,14 +95,12 @@ def float_to_fp16(value: np.float32) -> np.int16:
 
 
 @register_jitable
-def split_bits(bits: np.uint32) -> tuple[np.uint16, np.int16]:
-    """fp32 bits -> (hi, lo); see ``split``."""
-    upper = np.uint32(bits + np.uint32(0x8000)) >> np.uint32(16)
-    lower = np.uint32(bits - (upper << np.uint32(16)))
-    nan = (bits & _MAGNITUDE) > _INFINITY
-    upper = ((bits >> np.uint32(16)) | _QUIET_BF16) if nan else upper
-    lower = np.uint32(0) if nan else lower
-    return np.uint16(upper), np.int16(lower)
+def split_float(value: np.float32) -> tuple[np.uint16, np.int16]:
+    """float32 -> (hi, lo); see ``split``."""
+    bits = float_bits(value)
+    # Before rounding: adding to a NaN's payload can carry into infinity or into the sign.
+    bits = (bits | _QUIET) & _UPPER if value != value else bits
+    return np.uint16(np.uint32(bits + np.uint32(0x8000)) >> np.uint32(16)), np.int16(bits)
 
 
 @register_jitable
@@ -147,7 +147,7 @@ def split(master: np.ndarray, hi: np.ndarray, lo: np.ndarray) -> None:
     with ``lo`` 0: the lower payload bits are lost, and 0x7fc00000 and 0xffc00000 are exact.
     """
     for i in range(master.size):
-        upper, lower = split_bits(float_bits(master[i]))
+        upper, lower = split_float(master[i])
         hi[i] = upper
         lo[i] = lower
 

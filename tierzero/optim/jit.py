@@ -42,10 +42,10 @@ def compile_for(function: Any, signature: tuple[Any, ...]) -> None:
             function.compile(signature)
 
 
-def scalars_type(named_tuple: type) -> Any:
-    """Numba's type of a NamedTuple whose fields are all float32."""
+def tuple_type(named_tuple: type, dtype: type[np.generic]) -> Any:
+    """Numba's type of a NamedTuple whose fields are all of ``dtype``."""
     make: Any = types.NamedUniTuple
-    return make(types.float32, len(named_tuple._fields), named_tuple)  # type: ignore[attr-defined]
+    return make(numba.from_dtype(np.dtype(dtype)), len(named_tuple._fields), named_tuple)  # type: ignore[attr-defined]
 
 
 def array_type(dtype: np.dtype[Any]) -> Any:

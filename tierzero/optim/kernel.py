@@ -6,7 +6,8 @@ Numba is imported by the first call, not by importing this module: it costs as m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ import torch
 from tierzero.errors import ConfigError
 from tierzero.optim.formats import StateFormat, check_state, check_vector
 from tierzero.optim.hyper import AdamHyper, AdamScalars
+
+if TYPE_CHECKING:
+    from tierzero.optim.loops import Masks
 
 GRAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a gradient may be made of, for any state format."""
@@ -42,40 +46,46 @@ def update(
     _check_grad_dtype(grad.dtype)
     check_vector("grad", grad, grad.dtype, weight.numel())
     for name, tensor in (("weight", weight), ("grad", grad), *parts.items()):
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise ValueError(
                 f"{name} is on {tensor.device}: the kernel updates host memory, use update_reference there"
             )
-    warm_up(fmt, grad.dtype)
+    warm_up(fmt, grad.dtype, hyper)
     arrays = [raw(weight), *(raw(parts[name]) for name in segments), raw(grad)]
-    _loop(fmt)(*arrays, np.float32(grad_scale), _as_fp32(hyper.scalars()))
+    _loop(fmt)(*arrays, np.float32(grad_scale), *_arguments(hyper))
 
 
-def warm_up(fmt: StateFormat, grad_dtype: torch.dtype) -> None:
+def warm_up(fmt: StateFormat, grad_dtype: torch.dtype, hyper: AdamHyper | None = None) -> None:
     """Compile the loop for this format and gradient dtype, or load it from the cache, unless that is done.
 
+    ``hyper`` is an example of the updates to come: L2 weight decay, and beta1 of 0.5 or less, have a loop of their own.
     Call it from a background thread to hide the compilation; an ``update`` that needs the same loop meanwhile waits for
     it.
     """
     _check_grad_dtype(grad_dtype)
-    if (fmt.name, grad_dtype) in _warm:
+    usual = hyper is None or _arguments(hyper)[1] is None
+    key = (fmt.name, grad_dtype, usual)
+    if key in _warm:
         return
     from numba import types
 
     from tierzero.optim import jit
+    from tierzero.optim.loops import Masks
 
     dtypes = (fmt.weight_dtype, *(segment.dtype for segment in fmt.optimizer), grad_dtype)
     arrays = (jit.array_type(raw(torch.empty(0, dtype=dtype)).dtype) for dtype in dtypes)
-    jit.compile_for(_loop(fmt), (*arrays, types.float32, jit.scalars_type(AdamScalars)))
-    _warm.add((fmt.name, grad_dtype))
+    masks = types.none if usual else jit.tuple_type(Masks, np.uint32)
+    jit.compile_for(_loop(fmt), (*arrays, types.float32, jit.tuple_type(AdamScalars, np.float32), masks))
+    _warm.add(key)
 
 
-_warm: set[tuple[str, torch.dtype]] = set()
+_warm: set[tuple[str, torch.dtype, bool]] = set()
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The memory of a host tensor as the loops take it: bf16 as uint16, fp16 as int16, fp32 as it is."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy()
     if tensor.dtype == torch.float16:
@@ -83,9 +93,17 @@ def raw(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
-def _as_fp32(scalars: AdamScalars) -> AdamScalars:
-    """The loops compute in the type of their arguments."""
-    return AdamScalars._make(np.float32(value) for value in scalars)
+@lru_cache(maxsize=64)  # a step's tiles share a few sets of hyperparameters
+def _arguments(hyper: AdamHyper) -> tuple[AdamScalars, Masks | None]:
+    """The scalars as numpy.float32, in which the loops compute, and their conditions."""
+    from tierzero.optim.loops import Masks
+
+    exact = hyper.scalars()
+    scalars = AdamScalars._make(np.float32(value) for value in exact)
+    conditions = (exact.l2 != 0.0, exact.lerp > 0.0)
+    if conditions == (False, True):
+        return scalars, None
+    return scalars, Masks._make(np.uint32(0xFFFFFFFF if condition else 0) for condition in conditions)
 
 
 def _loop(fmt: StateFormat) -> Any:

@@ -8,12 +8,12 @@ uint16 (bf16 bits), int16 (fp16 bits) or float32.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
 
-from tierzero.optim.bits import bits_float, float_bits, float_to_fp16, join_bits, narrow, split_bits, widen
+from tierzero.optim.bits import bits_float, float_bits, float_to_fp16, join_bits, narrow, split_float, widen
 from tierzero.optim.jit import loop
 
 BLOCK = 4096
@@ -22,25 +22,44 @@ LANES = 32
 """Partial sums within a block: element ``k`` of a block goes to lane ``k % LANES``."""
 
 
+class Masks(NamedTuple):
+    """The conditions of ``AdamScalars`` as ``numpy.uint32``, all bits set or none.
+
+    Arguments, not an ``if`` on a scalar: that becomes a branch inside the vector loop. The usual case (no L2, beta1 >
+    0.5) passes None instead and compiles to a loop without them.
+    """
+
+    l2: Any
+    from_m: Any
+
+
 @register_jitable
-def _adam(w: Any, m: Any, v: Any, g: Any, s: Any) -> Any:
-    """New w, m, v as fp32: the order of operations of ``AdamScalars``. The conditions do not depend on the element."""
-    g = g + s.l2 * w if s.l2 != np.float32(0) else g
+def _pick(mask: Any, yes: Any, no: Any) -> Any:
+    return bits_float((float_bits(yes) & mask) | (float_bits(no) & ~mask))
+
+
+@register_jitable
+def _adam(w: Any, m: Any, v: Any, g: Any, s: Any, masks: Any) -> Any:
+    """New w, m, v as fp32: the order of operations of ``AdamScalars``. ``masks`` are its conditions."""
+    origin = m
+    if masks is not None:
+        g = _pick(masks.l2, g + s.l2 * w, g)
+        origin = _pick(masks.from_m, m, g)
     w = w * s.decay
-    m = (m if s.lerp > np.float32(0) else g) + s.lerp * (g - m)
+    m = origin + s.lerp * (g - m)
     v = v * s.beta2 + (s.one_minus_beta2 * g) * g
     w = w - (s.step_size * m) / (math.sqrt(v) * s.inv_sqrt_bias2 + s.eps)
     return w, m, v
 
 
 @loop
-def adam_bf16(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any) -> None:
+def adam_bf16(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any) -> None:
     """Update hi (uint16), lo (int16), m and v (float32) in place."""
     for i in range(hi.size):
         w = bits_float(join_bits(hi[i], lo[i]))
         g = widen(grad[i]) * scale
-        w, m_i, v_i = _adam(w, m[i], v[i], g, s)
-        upper, lower = split_bits(float_bits(w))
+        w, m_i, v_i = _adam(w, m[i], v[i], g, s, masks)
+        upper, lower = split_float(w)
         hi[i] = upper
         lo[i] = lower
         m[i] = m_i
@@ -48,22 +67,22 @@ def adam_bf16(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any) -
 
 
 @loop
-def adam_fp32(w: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any) -> None:
+def adam_fp32(w: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any) -> None:
     """Update w, m and v (float32) in place."""
     for i in range(w.size):
         g = widen(grad[i]) * scale
-        w_i, m_i, v_i = _adam(w[i], m[i], v[i], g, s)
+        w_i, m_i, v_i = _adam(w[i], m[i], v[i], g, s, masks)
         w[i] = w_i
         m[i] = m_i
         v[i] = v_i
 
 
 @loop
-def adam_fp16(weight: Any, master: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any) -> None:
+def adam_fp16(weight: Any, master: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any) -> None:
     """Update master, m and v (float32) in place and write the new master to weight (int16: fp16 bits)."""
     for i in range(master.size):
         g = widen(grad[i]) * scale
-        w, m_i, v_i = _adam(master[i], m[i], v[i], g, s)
+        w, m_i, v_i = _adam(master[i], m[i], v[i], g, s, masks)
         weight[i] = float_to_fp16(w)
         master[i] = w
         m[i] = m_i

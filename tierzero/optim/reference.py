@@ -73,5 +73,5 @@ def _adam(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, s:
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Square root, rounded correctly: fp32 torch.sqrt on CPUs may be an ulp off (MKL), and fp64 can be rounded twice."""
+    """Square root, rounded correctly: fp32 torch.sqrt on CPUs may be an ulp off (MKL); fp64 can be rounded twice."""
     return x.double().sqrt_().float() if x.device.type == "cpu" else x.sqrt()
