@@ -1,0 +1,38 @@
+"""TierZero: train models larger than the memory of the machine, with ZeRO-3 shards over device, host and NVMe tiers."""
+
+from __future__ import annotations
+
+from tierzero.api import close, full_state_dict, gathered, read_state, shard, stats
+from tierzero.checkpoint import load_checkpoint, save_checkpoint
+from tierzero.config import Config
+from tierzero.empty import empty_init
+from tierzero.errors import BudgetError, CheckpointError, ConfigError, NotResidentError, TierError, TierZeroError
+from tierzero.optim.clip import clip_grad_norm_
+from tierzero.optim.optimizer import Adam, AdamW
+from tierzero.optim.scaler import LossScaler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "BudgetError",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "LossScaler",
+    "NotResidentError",
+    "TierError",
+    "TierZeroError",
+    "__version__",
+    "clip_grad_norm_",
+    "close",
+    "empty_init",
+    "full_state_dict",
+    "gathered",
+    "load_checkpoint",
+    "read_state",
+    "save_checkpoint",
+    "shard",
+    "stats",
+]

@@ -1,0 +1,172 @@
+"""The public functions on sharded models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tierzero.config import Config
+from tierzero.errors import ConfigError
+from tierzero.runtime.access import StateKind, read_full, write_changed
+from tierzero.runtime.build import build_runtime
+from tierzero.runtime.fill import Init
+from tierzero.runtime.runtime import Runtime, runtime_of
+from tierzero.runtime.state import SlotState, slot_of
+from tierzero.sharding.units import UnitChoice
+
+
+def shard(
+    model: nn.Module,
+    config: Config | None = None,
+    units: UnitChoice = None,
+    mesh: DeviceMesh | None = None,
+    init: Init = None,
+) -> nn.Module:
+    """Moves the model's parameters into the tiers, sharded over the ranks, and returns the same module.
+
+    ``units``: classes, class names or name patterns of the modules that are gathered together; None takes ``sharding.units``, and else the repeated
+    blocks. ``mesh``: a one-dimensional device mesh; None is the default process group if there is one, else this process alone. An empty
+    model (`empty_init`) is filled unit by unit: ``init=None`` calls each module's own ``reset_parameters()``, ``init=fn`` calls ``fn(module)`` as
+    ``nn.Module.apply`` would, a path streams a folder of safetensors files. Parameters become ``train.precision``, unless the model mixes dtypes: then each keeps its own.
+    On several ranks, rank 0's values count.
+
+    Raises ConfigError or BudgetError before anything is allocated.
+    """
+    build_runtime(model, config if config is not None else Config.from_dict({}), units, mesh, init)
+    return model
+
+
+@contextmanager
+def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, the parameters have their full values, to read or to change in place; changes are kept.
+
+    On several ranks every rank must enter with the same parameters and make the same changes. The full values are copies in memory that no budget counts:
+    enter with a few parameters at a time. Elements that are not changed keep their master weights to the last bit.
+    """
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    slots = list(dict.fromkeys(_slot(parameter) for parameter in tensors))
+    opened: list[SlotState] = []
+    try:
+        for slot in slots:
+            runtime = slot.owner
+            if slot in runtime.held_open:
+                continue
+            runtime.require_open()
+            slot.make_resident(runtime.full_copy(slot))
+            runtime.held_open.add(slot)
+            opened.append(slot)
+        yield
+    finally:
+        _write_back(opened)
+
+
+def _write_back(slots: list[SlotState]) -> None:
+    for slot in slots:
+        runtime = slot.owner
+        with torch.no_grad():
+            values = slot.parameter.detach().cpu()
+        runtime.held_open.discard(slot)
+        if not slot.group.unit.active:
+            slot.put_away()
+        # What a pending update would still change must be in the tiers before the edit is laid on top of it.
+        runtime.flush()
+        changed = write_changed(runtime, slot, values)
+        if runtime.collectives is not None:
+            changed = bool(runtime.collectives.small_max(torch.tensor([int(changed)]))[0])
+        if changed:
+            runtime.pager.forget(slot.group.unit)
+            slot.group.version += 1
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    """All parameters and persistent buffers, whole, in host memory, under the model's own names. Every rank must call it.
+
+    Weights are gathered one parameter at a time; the result as a whole must fit in memory (`save_checkpoint` and `export_safetensors` need not). With
+    ``rank0_only`` the other ranks get an empty dict. Tied parameters share one tensor.
+    """
+    runtime = runtime_of(model)
+    runtime.require_open()
+    runtime.flush()
+    keep = not rank0_only or runtime.world.rank == 0
+    by_slot: dict[SlotState, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        slot = _slot(parameter)
+        if slot not in by_slot:
+            full = read_full(runtime, slot, "weight")
+            by_slot[slot] = full if keep else full.new_empty(0)
+        if keep:
+            state[name] = by_slot[slot]
+    if keep:
+        for name, buffer in _persistent_buffers(model):
+            state[name] = buffer.detach().cpu().clone()
+    return state
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def read_state(parameter: nn.Parameter, kind: StateKind) -> torch.Tensor:
+    """One kind of a parameter's state, whole, in host memory: "weight", "master", "m", "v" or "gradient". Every rank must call it.
+
+    "master", "m" and "v" are fp32; "gradient" is as accumulated, before clipping. Raises ConfigError for a tensor that is not a sharded
+    parameter and ValueError where there is no such state.
+    """
+    slot = _slot(parameter)
+    runtime = slot.owner
+    runtime.require_open()
+    runtime.flush()
+    return read_full(runtime, slot, kind)
+
+
+def stats(model: nn.Module) -> dict[str, Any]:
+    """Figures of a sharded model: bytes per tier now and at their peak, and traffic and stalls of the last step.
+
+    Keys: ``parameters`` (elements), ``state_bytes``, ``tier_bytes`` and ``peak_tier_bytes`` {device, host, nvme}, ``nvme_read_bytes``, ``nvme_write_bytes``,
+    ``comm_bytes`` {all_gather, reduce_scatter, all_reduce}, ``stall_s`` {nvme_read, nvme_write, gather, optimizer, host_budget}, ``placement`` (bytes of each kind of state per tier)
+    and ``prefetch``, ``tile`` (elements). All are this rank's.
+    """
+    runtime = runtime_of(model)
+    placement: dict[str, dict[str, int]] = {}
+    for group in runtime.groups():
+        for tile in group.tiles:
+            for kind, home in (("params", tile.weight), ("optimizer", tile.optimizer), ("gradients", tile.gradient)):
+                if home is not None:
+                    row = placement.setdefault(kind, {"device": 0, "host": 0, "nvme": 0})
+                    row[home.tier.value] += home.nbytes
+    return {
+        "parameters": sum(slot.slot.numel for slot in runtime.slots()),
+        "state_bytes": sum(runtime.store.bytes_by_tier().values()),
+        "tier_bytes": runtime.tier_bytes(),
+        "peak_tier_bytes": runtime.peak_tier_bytes(),
+        "placement": placement,
+        "prefetch": runtime.plan.prefetch,
+        "tile": runtime.plan.tile,
+        **runtime.last_step.as_dict(),
+    }
+
+
+def close(model: nn.Module) -> None:
+    """Ends a sharded model: background work stops, memory and tier files are given back. It cannot be used afterwards."""
+    runtime_of(model).close()
+
+
+def _slot(parameter: torch.Tensor) -> SlotState:
+    slot = slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
+    if slot is None:
+        raise ConfigError("this tensor is not a parameter of a model sharded with tierzero.shard")
+    return slot
+
+
+def running(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model, for tools and tests."""
+    return runtime_of(model)

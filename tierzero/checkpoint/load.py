@@ -1,0 +1,209 @@
+"""Reading a checkpoint: everything is checked first; then each rank reads the extents that its shard needs, whatever world size wrote them."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import nn
+
+from tierzero.api import _persistent_buffers
+from tierzero.checkpoint.manifest import Extent, extents_from, rank_stem, read_json, read_manifest
+from tierzero.checkpoint.save import segments_of, tile_pieces
+from tierzero.errors import CheckpointError
+from tierzero.runtime.runtime import Runtime, runtime_of
+from tierzero.runtime.state import GroupState, Tile, slot_of
+from tierzero.runtime.tile_io import OpenTile, Parts
+from tierzero.tiers import Priority
+
+
+def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]) -> Any:
+    """Takes weights, optimizer state, step counts, buffers and RNG state from the folder ``path``; returns what was saved as ``extra``. Every rank must call it.
+
+    Works with another world size, placement or unit choice than the one saved. Every checksum is verified. Raises CheckpointError, naming file and
+    parameter, before anything is changed if the checkpoint is incomplete or does not fit the model; damage found while reading raises it as well (the model is then unusable).
+    """
+    runtime = runtime_of(model)
+    runtime.require_open()
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    _check_parameters(runtime, manifest, folder)
+    _check_optimizer(optimizer, manifest, folder)
+    reader = _Reader(folder, int(manifest["world_size"]))
+    try:
+        reader.check(runtime)
+        runtime.flush()
+        runtime.zero_grad()
+        for unit in runtime.units:
+            runtime.pager.forget(unit)
+        for group in runtime.groups():
+            for tile in group.tiles:
+                runtime.engine.run(_load_tile(runtime, group, tile, reader))
+            group.version += 1
+        _load_buffers(model, reader)
+    finally:
+        reader.close()
+    for slot in runtime.slots():
+        slot.step = int(manifest["parameters"][slot.name]["step"])
+    _load_optimizer(optimizer, manifest)
+    _restore_rng(runtime, reader)
+    return manifest["extra"]
+
+
+def _check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Path) -> None:
+    saved = manifest["parameters"]
+    slots = {slot.name: slot for slot in runtime.slots()}
+    missing, extra = sorted(slots.keys() - saved.keys()), sorted(saved.keys() - slots.keys())
+    if missing or extra:
+        what = f"lacks parameter {missing[0]!r}" if missing else f"has parameter {extra[0]!r}, which the model lacks"
+        raise CheckpointError(f"{folder}: {what} ({len(missing)} missing, {len(extra)} unknown); it is of another model")
+    for name, slot in slots.items():
+        record = saved[name]
+        dtype = str(slot.group.layout.dtype).removeprefix("torch.")
+        if list(slot.slot.shape) != record["shape"]:
+            raise CheckpointError(f"{folder}: parameter {name!r} has shape {record['shape']}, the model's has {list(slot.slot.shape)}")
+        if dtype != record["dtype"]:
+            raise CheckpointError(f"{folder}: parameter {name!r} is {record['dtype']}, the model's is {dtype}; set train.precision alike")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any], folder: Path) -> None:
+    groups = manifest["optimizer"]
+    if optimizer is None or groups is None:
+        return
+    names = _group_names(optimizer)
+    if names != [group["parameters"] for group in groups]:
+        sizes = ([len(group) for group in names], [len(group["parameters"]) for group in groups])
+        raise CheckpointError(f"{folder}: its optimizer has param groups of {sizes[1]} parameters, this one of {sizes[0]}, or with other members")
+
+
+def _group_names(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    return [[slot.name for slot in map(slot_of, group["params"]) if slot is not None] for group in optimizer.param_groups]
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any]) -> None:
+    if optimizer is None or manifest["optimizer"] is None:
+        return
+    for group, saved in zip(optimizer.param_groups, manifest["optimizer"], strict=True):
+        for key, value in saved["hyperparameters"].items():
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+@dataclass
+class _RankFile:
+    path: Path
+    index: dict[str, Any]
+    file: BinaryIO
+
+
+@dataclass
+class _Reader:
+    """Extents of all ranks' files by parameter and segment; reads and verifies whole extents, keeping the last one."""
+
+    folder: Path
+    world_size: int
+    ranks: list[_RankFile] = field(default_factory=list)
+    by_segment: dict[tuple[str, str], list[tuple[Extent, _RankFile]]] = field(default_factory=dict)
+    _last: tuple[Extent, bytes] | None = None
+
+    def __post_init__(self) -> None:
+        for rank in range(self.world_size):
+            stem = rank_stem(rank)
+            index = read_json(self.folder / f"{stem}.json", f"the index of rank {rank}")
+            path = self.folder / f"{stem}.bin"
+            try:
+                size = path.stat().st_size
+                file = path.open("rb")
+            except OSError as error:
+                raise CheckpointError(f"{path}: the data of rank {rank} cannot be read: {error}") from None
+            found = _RankFile(path, index, file)
+            self.ranks.append(found)
+            if size < index.get("nbytes", 0):
+                raise CheckpointError(f"{path}: {size:,} bytes of {index['nbytes']:,}: the file was cut short")
+            for extent in extents_from(index, self.folder / f"{stem}.json"):
+                self.by_segment.setdefault((extent.parameter, extent.segment), []).append((extent, found))
+        for entries in self.by_segment.values():
+            entries.sort(key=lambda entry: entry[0].start)
+
+    def check(self, runtime: Runtime) -> None:
+        """Every segment of every parameter must be covered without a gap."""
+        for slot in runtime.slots():
+            fmt = slot.group.fmt
+            for segment in ("weight", *(part.name for part in (fmt.optimizer if fmt else ()))):
+                position = 0
+                for extent, _ in self.by_segment.get((slot.name, segment), []):
+                    if extent.start > position:
+                        break
+                    position = max(position, extent.stop)
+                if position < slot.slot.numel:
+                    raise CheckpointError(f"{self.folder}: {segment} of parameter {slot.name!r} is incomplete from element {position:,}")
+
+    def read(self, parameter: str, segment: str, start: int, into: torch.Tensor) -> None:
+        """Fills ``into`` with elements from ``start`` on."""
+        stop = start + into.numel()
+        for extent, rank in self.by_segment[(parameter, segment)]:
+            first, last = max(start, extent.start), min(stop, extent.stop)
+            if first < last:
+                raw = self._extent(extent, rank)
+                values = torch.frombuffer(bytearray(raw), dtype=into.dtype)
+                into[first - start : last - start].copy_(values[first - extent.start : last - extent.start])
+
+    def _extent(self, extent: Extent, rank: _RankFile) -> bytes:
+        if self._last is not None and self._last[0] is extent:
+            return self._last[1]
+        rank.file.seek(extent.offset)
+        raw = rank.file.read(extent.nbytes)
+        if len(raw) != extent.nbytes or xxhash.xxh3_64_hexdigest(raw) != extent.xxh3:
+            raise CheckpointError(
+                f"{rank.path}: {extent.segment} of parameter {extent.parameter!r} at byte {extent.offset:,} does not match its checksum: the file is damaged"
+            )
+        os.posix_fadvise(rank.file.fileno(), extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
+        self._last = (extent, raw)
+        return raw
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.file.close()
+
+
+async def _load_tile(runtime: Runtime, group: GroupState, tile: Tile, reader: _Reader) -> None:
+    parts = Parts.STATE if group.fmt else Parts.WEIGHT
+    opened = await runtime.tile_io.open_fresh(group, tile, parts)
+    await runtime.engine.call(_read_open, group, opened, reader)
+    await runtime.tile_io.store_fresh(group, opened, parts, Priority.DEMAND)
+
+
+def _read_open(group: GroupState, opened: OpenTile, reader: _Reader) -> None:
+    for _, values in segments_of(opened):
+        values.zero_()
+    for slot, first, inside in tile_pieces(group, opened.tile):
+        for segment, values in segments_of(opened):
+            reader.read(slot.name, segment, first, values[inside])
+
+
+def _load_buffers(model: nn.Module, reader: _Reader) -> None:
+    for name, buffer in _persistent_buffers(model):
+        if (name, "buffer") in reader.by_segment:
+            flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
+            reader.read(name, "buffer", 0, flat)
+            with torch.no_grad():
+                buffer.copy_(flat.view(buffer.shape))
+
+
+def _restore_rng(runtime: Runtime, reader: _Reader) -> None:
+    """Each rank takes its own generator state back; a rank that did not exist keeps its present one."""
+    if runtime.world.rank >= len(reader.ranks):
+        return
+    state = reader.ranks[runtime.world.rank].index.get("rng", {})
+    if "cpu" in state:
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["cpu"])), dtype=torch.uint8))
+    if "cuda" in state and runtime.device.torch_device.type == "cuda":
+        cuda = torch.frombuffer(bytearray(base64.b64decode(state["cuda"])), dtype=torch.uint8)
+        torch.cuda.set_rng_state(cuda, runtime.device.torch_device)
+
+

@@ -1,0 +1,226 @@
+"""Writing a checkpoint: every rank streams its shard, tile by tile; one rename makes it all appear."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import nn
+
+from tierzero.api import _persistent_buffers
+from tierzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Extent, ParameterRecord, rank_stem, record_as_json, write_json
+from tierzero.errors import CheckpointError, ConfigError
+from tierzero.runtime.runtime import Runtime, runtime_of
+from tierzero.runtime.state import GroupState, SlotState, Tile
+from tierzero.runtime.tile_io import OpenTile, Parts
+from tierzero.tiers import PAGE, Priority, page_round
+
+
+def save_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str], extra: dict[str, Any] | None = None
+) -> None:
+    """Writes weights, optimizer state, buffers, RNG state and ``extra`` (anything JSON can hold) to the folder ``path``; every rank must call it.
+
+    The folder appears whole or not at all: data goes to a temporary neighbour, is flushed to the drive, and is renamed. An existing checkpoint at ``path`` is replaced at that
+    moment. Memory needed is a few tiles. Raises CheckpointError, on every rank, when any rank fails; what stood at ``path`` is then untouched.
+    """
+    runtime = runtime_of(model)
+    runtime.require_open()
+    target = Path(path)
+    staging = target.with_name(f".{target.name}.partial")
+    _check_extra(extra)
+    runtime.flush()
+    _together(runtime, target, lambda: _prepare(runtime, target, staging))
+    _together(runtime, target, lambda: _write_rank(runtime, model, staging))
+    _together(runtime, target, lambda: _seal(runtime, model, optimizer, target, staging, extra))
+
+
+def _check_extra(extra: dict[str, Any] | None) -> None:
+    import json
+
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"save_checkpoint: extra cannot be written as JSON: {error}") from None
+
+
+def _together(runtime: Runtime, target: Path, work: Any) -> None:
+    """Runs ``work`` and lets every rank know whether all succeeded: none goes on, or waits for ever, after another's failure."""
+    failure: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        failure = error
+    failed = failure is not None
+    if runtime.collectives is not None:
+        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)]))[0])
+    if failure is not None:
+        if isinstance(failure, CheckpointError):
+            raise failure
+        raise CheckpointError(f"checkpoint {target}: rank {runtime.world.rank} cannot write it: {failure}") from failure
+    if failed:
+        raise CheckpointError(f"checkpoint {target}: another rank could not write its part; nothing was replaced")
+
+
+def _prepare(runtime: Runtime, target: Path, staging: Path) -> None:
+    if runtime.world.rank == 0:
+        if target.exists() and not (target / MANIFEST).exists():
+            raise CheckpointError(f"checkpoint {target}: something else stands there; choose another path")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+
+def _write_rank(runtime: Runtime, model: nn.Module, staging: Path) -> None:
+    stem = rank_stem(runtime.world.rank)
+    data = staging / f"{stem}.bin"
+    with data.open("wb") as file:
+        writer = _Writer(file)
+        if runtime.world.rank == 0 or runtime.groups()[0].layout.parts > 1:
+            for group in runtime.groups():
+                for tile in group.tiles:
+                    runtime.engine.run(_write_tile(runtime, group, tile, writer))
+        if runtime.world.rank == 0:
+            for name, buffer in _persistent_buffers(model):
+                writer.add(name, "buffer", 0, buffer.detach().cpu().contiguous().reshape(-1))
+        writer.finish()
+    index = {"extents": [record_as_json(extent) for extent in writer.extents], "rng": _rng_state(runtime), "nbytes": writer.position}
+    write_json(staging / f"{stem}.json", index)
+    _sync(staging / f"{stem}.json")
+
+
+class _Writer:
+    """Appends extents to a data file, each at a page boundary, and lets go of page cache and dirty pages as it goes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.position = 0
+        self._synced = 0
+        self.extents: list[Extent] = []
+
+    def add(self, parameter: str, segment: str, start: int, values: torch.Tensor) -> None:
+        raw = memoryview(values.view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
+        self._file.write(raw)
+        self._file.write(bytes(page_round(raw.nbytes) - raw.nbytes))
+        digest = xxhash.xxh3_64_hexdigest(raw)
+        self.extents.append(Extent(parameter, segment, start, start + values.numel(), self.position, raw.nbytes, digest))
+        self.position += page_round(raw.nbytes)
+        if self.position - self._synced >= 64 << 20:
+            self._let_go()
+
+    def finish(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), 0, self.position, os.POSIX_FADV_DONTNEED)
+        self._synced = self.position
+
+
+async def _write_tile(runtime: Runtime, group: GroupState, tile: Tile, writer: _Writer) -> None:
+    opened = await runtime.tile_io.open(group, tile, Parts.STATE if group.fmt else Parts.WEIGHT, Priority.DEMAND)
+    try:
+        await runtime.engine.call(_write_open, group, opened, writer)
+    finally:
+        runtime.tile_io.close(opened)
+
+
+def _write_open(group: GroupState, opened: OpenTile, writer: _Writer) -> None:
+    for slot, first, inside in tile_pieces(group, opened.tile):
+        for segment, values in segments_of(opened):
+            writer.add(slot.name, segment, first, values[inside])
+
+
+def segments_of(opened: OpenTile) -> list[tuple[str, torch.Tensor]]:
+    """The state segments of an open tile by name, the weight first."""
+    assert opened.weight is not None
+    return [("weight", opened.weight), *opened.optimizer.items()]
+
+
+def tile_pieces(group: GroupState, tile: Tile) -> Iterator[tuple[SlotState, int, slice]]:
+    """For each parameter in the tile: its slot, the first element of it that lies here, and where in the tile that is."""
+    for slot in group.slots:
+        fragment = slot.fragment
+        if fragment is None:
+            continue
+        start = max(fragment.shard_offset, tile.span.start)
+        stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
+        if start < stop:
+            yield slot, fragment.start + start - fragment.shard_offset, slice(start - tile.span.start, stop - tile.span.start)
+
+
+def _rng_state(runtime: Runtime) -> dict[str, str]:
+    state = {"cpu": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
+    if runtime.device.torch_device.type == "cuda":
+        cuda = torch.cuda.get_rng_state(runtime.device.torch_device)
+        state["cuda"] = base64.b64encode(cuda.numpy().tobytes()).decode()
+    return state
+
+
+def _seal(
+    runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | None, target: Path, staging: Path, extra: dict[str, Any] | None
+) -> None:
+    if runtime.world.rank != 0:
+        return
+    write_json(staging / MANIFEST, _manifest(runtime, model, optimizer, extra))
+    _sync(staging / MANIFEST)
+    _sync(staging)
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    staging.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _manifest(
+    runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
+) -> dict[str, Any]:
+    records = {
+        slot.name: record_as_json(
+            ParameterRecord(
+                list(slot.slot.names), list(slot.slot.shape), str(slot.group.layout.dtype).removeprefix("torch."), slot.group.layout.trainable, slot.step
+            )
+        )
+        for slot in runtime.slots()
+    }
+    buffers = {name: {"shape": list(b.shape), "dtype": str(b.dtype).removeprefix("torch.")} for name, b in _persistent_buffers(model)}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": runtime.world.size,
+        "page": PAGE,
+        "parameters": records,
+        "buffers": buffers,
+        "optimizer": _optimizer_groups(optimizer),
+        "extra": extra,
+    }
+
+
+def _optimizer_groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]] | None:
+    """Each param group's hyperparameters, and its parameters by name."""
+    if optimizer is None:
+        return None
+    from tierzero.runtime.state import slot_of
+
+    groups = []
+    for group in optimizer.param_groups:
+        values = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in group.items() if key != "params"}
+        names = [slot.name for slot in map(slot_of, group["params"]) if slot is not None]
+        groups.append({"hyperparameters": values, "parameters": names})
+    return groups
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+"""Adam over sharded state: a ``torch.optim.Optimizer`` whose parameters and moments live in the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tierzero.errors import ConfigError
+from tierzero.optim.owner import GroupHyper, OwnedParameter, StepOwner, owned
+
+
+class _Adam(torch.optim.Optimizer):
+    """What AdamW and Adam share. ``decoupled`` says which one a class is."""
+
+    decoupled: bool
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **unsupported: Any,
+    ) -> None:
+        for name, value in unsupported.items():
+            if name not in ("foreach", "fused", "capturable", "differentiable", "amsgrad", "maximize"):
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}")
+            if value and name not in ("foreach", "fused"):
+                raise ConfigError(f"{type(self).__name__}({name}=True) is not supported; leave it out or use torch.optim")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check("the arguments", defaults, self.decoupled)
+        self._slot_groups: dict[OwnedParameter, int] = {}
+        super().__init__(params, defaults)
+        for owner in self._owners():
+            if owner.updates_in_backward:
+                owner.step_hyper = self._hyper_of
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with hyperparameters of their own. An empty group stays a group, as LR schedulers expect.
+
+        Raises ConfigError for a tensor that is not a parameter of a sharded model.
+        """
+        if isinstance(param_group.get("params"), list | tuple) and not param_group["params"]:
+            for name, value in self.defaults.items():
+                param_group.setdefault(name, value)
+            param_group["params"] = []
+            self.param_groups.append(param_group)
+            return
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        _check(f"param group {len(self.param_groups) - 1}", added, self.decoupled)
+        for parameter in added["params"]:
+            slot = owned(parameter)
+            if slot is None:
+                raise ConfigError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} does not belong to a model sharded with "
+                    "tierzero.shard; shard the model first, or use torch.optim for it"
+                )
+            self._slot_groups[slot] = len(self.param_groups) - 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Fixes this step's update: hyperparameters, clip factor, gradients. The tiles are updated as ``optimizer.overlap`` says;
+        whatever reads the weights sees the updated values. Returns the closure's loss, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for owner in self._owners():
+            owner.step(self._hyper_of, self._owned_by(owner))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, wherever they are."""
+        for owner in self._owners():
+            owner.zero_grad(self._owned_by(owner))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyperparameters and step counts. Moments and master weights live in the tiers: `tierzero.save_checkpoint` keeps those."""
+        groups = []
+        index = 0
+        for group in self.param_groups:
+            packed = {key: value for key, value in group.items() if key != "params"}
+            packed["params"] = list(range(index, index + len(group["params"])))
+            index += len(group["params"])
+            groups.append(packed)
+        steps = [_required_slot(parameter).step for group in self.param_groups for parameter in group["params"]]
+        return {"state": {position: {"step": step} for position, step in enumerate(steps)}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes hyperparameters and step counts back. Raises ConfigError when groups or their sizes differ."""
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in saved] != sizes:
+            raise ConfigError(
+                f"optimizer state has param groups of {[len(g['params']) for g in saved]} parameters, the optimizer of {sizes}; "
+                "build it with the same groups"
+            )
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+            if isinstance(group.get("betas"), list):
+                group["betas"] = tuple(group["betas"])
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for position, parameter in enumerate(parameters):
+            found = state_dict["state"].get(position, state_dict["state"].get(str(position)))
+            if found is not None:
+                _required_slot(parameter).step = int(found["step"])
+
+    def _hyper_of(self, slot: OwnedParameter) -> GroupHyper | None:
+        index = self._slot_groups.get(slot)
+        if index is None:
+            return None
+        group = self.param_groups[index]
+        beta1, beta2 = group["betas"]
+        return GroupHyper(
+            float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]), self.decoupled
+        )
+
+    def _owners(self) -> list[StepOwner]:
+        return list({id(slot.owner): slot.owner for slot in self._slot_groups}.values())
+
+    def _owned_by(self, owner: StepOwner) -> list[OwnedParameter]:
+        return [slot for slot in self._slot_groups if slot.owner is owner]
+
+
+class AdamW(_Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) over the parameters of a sharded model.
+
+    Arguments, defaults of ``betas`` and ``eps``, and results are those of ``torch.optim.AdamW``; state is fp32 whatever the weights are. ``lr`` and the
+    others are read from ``param_groups`` at every step, so that ``torch.optim.lr_scheduler`` works as usual.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **unsupported: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, **unsupported)
+
+
+class Adam(_Adam):
+    """Adam (Kingma and Ba, 2015), weight decay added to the gradient (L2), as ``torch.optim.Adam``."""
+
+    decoupled = False
+
+
+def _check(where: str, values: dict[str, Any], decoupled: bool) -> None:
+    beta1, beta2 = values["betas"]
+    try:
+        hyper = GroupHyper(
+            float(values["lr"]), float(beta1), float(beta2), float(values["eps"]), float(values["weight_decay"]), decoupled
+        )
+        hyper.at(1)
+    except ConfigError as error:
+        raise ConfigError(f"{where} of the optimizer: {error}") from None
+
+
+def _required_slot(parameter: torch.Tensor) -> OwnedParameter:
+    slot = owned(parameter)
+    assert slot is not None
+    return slot

@@ -1,0 +1,261 @@
+"""From a module and a configuration to a running `Runtime`: everything is checked and planned before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tierzero.config import Config
+from tierzero.errors import ConfigError
+from tierzero.optim.formats import StateFormat, state_format
+from tierzero.optim.gradient import warm_up as warm_up_gradients
+from tierzero.optim.kernel import warm_up
+from tierzero.planner.memory_plan import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest, TileHomes, plan_memory
+from tierzero.runtime.device import Device, choose_device
+from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit
+from tierzero.runtime.forward import install_forward
+from tierzero.runtime.runtime import Machinery, Runtime
+from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState, slot_of
+from tierzero.sharding.collectives import Collectives, World
+from tierzero.sharding.layout import FlatLayout, flat_layout
+from tierzero.sharding.units import UnitChoice, UnitSpec, find_units
+from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FREE_SHARE = 0.8
+"""Of the free memory, what an unstated budget may take: the rest is for activations and the system."""
+
+
+@dataclass(frozen=True)
+class _GroupDraft:
+    unit: int
+    layout: FlatLayout
+    fmt: StateFormat | None
+    grad_dtype: torch.dtype
+    parameters: tuple[nn.Parameter, ...]
+
+
+def build_runtime(
+    model: nn.Module,
+    config: Config,
+    units: UnitChoice = None,
+    mesh: DeviceMesh | None = None,
+    init: Init = None,
+    device: Device | None = None,
+    poison: bool = False,
+) -> Runtime:
+    """Shards ``model`` as ``config`` says. Raises ConfigError or BudgetError before anything is allocated.
+
+    ``device`` and ``poison`` (fill released memory with NaN) are for tests.
+    """
+    _check_model(model, init)
+    world = _world(mesh)
+    device = device or choose_device(world.local_rank)
+    specs = find_units(model, units if units is not None else config.sharding.units)
+    parts = 1 if config.sharding.stage == 0 else world.size
+    part = 0 if config.sharding.stage == 0 else world.rank
+    convert = _conversion(model, config)
+    drafts = _draft_groups(specs, convert, config, parts)
+    plan = _plan(specs, drafts, config, world, device)
+    machinery = _assemble(plan, config, world, device, specs, poison)
+    try:
+        unit_states = _declare(specs, drafts, plan, machinery.store, part, device)
+        machinery.store.open()
+        runtime = Runtime(model, unit_states, machinery)
+        for unit in unit_states:
+            unit.runtime = runtime
+        _fill(runtime, model, init)
+    except BaseException:
+        machinery.engine.close()
+        machinery.store.close()
+        raise
+    _install(runtime, model, config)
+    return runtime
+
+
+def _check_model(model: nn.Module, init: Init) -> None:
+    parameters = list(model.parameters())
+    if not parameters:
+        raise ConfigError("shard: the model has no parameters")
+    if any(slot_of(parameter) is not None for parameter in parameters):
+        raise ConfigError("shard: the model is sharded already")
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.is_complex:
+            raise ConfigError(f"shard: parameter {name!r} is {parameter.dtype}; complex parameters are not supported")
+        if parameter.requires_grad and parameter.dtype not in _DTYPES.values():
+            raise ConfigError(f"shard: parameter {name!r} is {parameter.dtype} and trainable; use bfloat16, float16 or float32, or freeze it")
+    check_fillable(model, init)
+
+
+def _world(mesh: DeviceMesh | None) -> World:
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ConfigError(f"shard: mesh has {mesh.ndim} dimensions; pass a mesh of one dimension, the ranks to shard over")
+        group = mesh.get_group()
+    elif dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    else:
+        return World()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)), group)
+
+
+def _conversion(model: nn.Module, config: Config) -> torch.dtype | None:
+    """The dtype that the model's parameters are converted to: train.precision, unless the model itself mixes dtypes, which it keeps."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
+    return _DTYPES[config.train.precision] if len(dtypes) == 1 else None
+
+
+def _draft_groups(specs: list[UnitSpec], convert: torch.dtype | None, config: Config, parts: int) -> list[_GroupDraft]:
+    drafts = []
+    for index, spec in enumerate(specs):
+        members: dict[tuple[torch.dtype, bool], list[tuple[tuple[str, ...], nn.Parameter]]] = {}
+        for names, parameter in spec.parameters:
+            dtype = convert if convert is not None and parameter.dtype.is_floating_point else parameter.dtype
+            members.setdefault((dtype, parameter.requires_grad), []).append((names, parameter))
+        for (dtype, trainable), named in members.items():
+            layout = flat_layout(dtype, trainable, [(names, parameter.shape) for names, parameter in named], parts)
+            grad_dtype = dtype if config.train.grad_dtype == "auto" else _DTYPES[config.train.grad_dtype]
+            fmt = state_format(dtype) if trainable else None
+            drafts.append(_GroupDraft(index, layout, fmt, grad_dtype, tuple(parameter for _, parameter in named)))
+    return drafts
+
+
+def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, world: World, device: Device) -> MemoryPlan:
+    shape = ModelShape(
+        tuple(GroupShape(d.unit, d.layout, d.fmt, d.grad_dtype.itemsize if d.fmt else 0) for d in drafts),
+        tuple(spec.title for spec in specs),
+        tuple(spec.ancestors for spec in specs),
+    )
+    placement, tiers = config.placement, config.tiers
+    request = PlanRequest(
+        placement.params, placement.optimizer, placement.gradients, tiers.tile, tiers.prefetch, not config.sharding.reshard_after_forward
+    )
+    host_free = int(psutil.virtual_memory().available * _FREE_SHARE) // world.local_size
+    device_free = host_free
+    if not device.is_host:
+        device_free = int(torch.cuda.mem_get_info(device.torch_device)[0] * _FREE_SHARE) if device.torch_device.type == "cuda" else host_free
+    budgets = Budgets(
+        tiers.device,
+        tiers.host // world.local_size if tiers.host is not None else None,
+        device_free,
+        host_free,
+        device.is_host,
+        bool(tiers.nvme),
+    )
+    return plan_memory(shape, request, budgets)
+
+
+def _assemble(
+    plan: MemoryPlan, config: Config, world: World, device: Device, specs: list[UnitSpec], poison: bool
+) -> Machinery:
+    engine = IoEngine(config.io.queue_depth, compute_threads=_cores(world))
+    pools = {
+        "device": MemoryPool(Tier.DEVICE, plan.device_state, device.device_allocator(), poison=poison),
+        "arena": MemoryPool(Tier.DEVICE, plan.arena, device.device_allocator(), poison=poison),
+        "buckets": MemoryPool(Tier.DEVICE, plan.buckets, device.device_allocator(), poison=poison),
+        "host": MemoryPool(Tier.HOST, plan.host, device.host_allocator(), poison=poison),
+    }
+    store = TieredStore(
+        engine,
+        pools={Tier.DEVICE: pools["device"], Tier.HOST: pools["host"]},
+        nvme_paths=[Path(path) for path in config.tiers.nvme],
+        rank=world.rank,
+        block_size=config.io.block_size,
+        direct=config.io.direct,
+        nvme_limit=config.tiers.nvme_limit,
+        verify=config.io.verify,
+    )
+    convert = _DTYPES[config.train.precision]
+    collectives = Collectives(world, [spec.title for spec in specs], device.is_host) if world.size > 1 else None
+    input_dtype = convert if convert is not torch.float32 else None
+    return Machinery(world, device, plan, engine, store, pools, collectives, config.optimizer.overlap, input_dtype)
+
+
+def _cores(world: World) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // world.local_size) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _declare(
+    specs: list[UnitSpec], drafts: list[_GroupDraft], plan: MemoryPlan, store: TieredStore, part: int, device: Device
+) -> list[UnitState]:
+    units = [UnitState(None, index, spec.name, spec.module, spec.ancestors) for index, spec in enumerate(specs)]  # type: ignore[arg-type]
+    for draft, homes, in_place in zip(drafts, plan.homes, plan.in_place, strict=True):
+        unit = units[draft.unit]
+        group = GroupState(unit, len(unit.groups), draft.layout, draft.fmt, part, draft.grad_dtype, device.torch_device)
+        group.in_place = in_place
+        group.tiles = _declare_tiles(f"{unit.title}/{group.index}", group, homes, plan.tile, store)
+        fragments = {fragment.slot.index: fragment for fragment in draft.layout.fragments(part)}
+        for slot, parameter in zip(draft.layout.slots, draft.parameters, strict=True):
+            group.slots.append(SlotState(group, slot, parameter, fragments.get(slot.index)))
+        unit.groups.append(group)
+    return units
+
+
+def _declare_tiles(name: str, group: GroupState, homes: Sequence[TileHomes], tile: int, store: TieredStore) -> tuple[Tile, ...]:
+    """Weights or gradients that lie in one tier of memory are one object, so that the shard is one tensor; all else is an object per tile.
+
+    The objects of a tile are added together, weights first: on NVMe a tile's state is then one extent.
+    """
+    sizes = {
+        "weight": group.layout.dtype.itemsize,
+        "optimizer": group.fmt.optimizer_itemsize if group.fmt else 0,
+        "gradient": group.grad_dtype.itemsize,
+    }
+    whole: dict[str, StoredObject] = {}
+    for kind in ("weight", "gradient"):
+        tiers = {getattr(home, kind) for home in homes}
+        if len(tiers) == 1 and (tier := tiers.pop()) in (Tier.DEVICE, Tier.HOST):
+            whole[kind] = store.add(f"{name}/{kind}", group.layout.shard_numel * sizes[kind], tier)
+
+    def home_of(kind: str, start: int, numel: int, index: int, tier: Tier | None) -> Home | None:
+        if tier is None:
+            return None
+        nbytes = numel * sizes[kind]
+        if kind in whole:
+            return Home(whole[kind], start * sizes[kind], nbytes)
+        return Home(store.add(f"{name}/{kind}/{index}", nbytes, tier), 0, nbytes)
+
+    tiles = []
+    for span, home in zip(group.layout.tiles(tile), homes, strict=True):
+        weight = home_of("weight", span.start, span.numel, span.index, home.weight)
+        assert weight is not None
+        optimizer = home_of("optimizer", span.start, span.numel, span.index, home.optimizer)
+        gradient = home_of("gradient", span.start, span.numel, span.index, home.gradient)
+        tiles.append(Tile(span, weight, optimizer, gradient))
+    return tuple(tiles)
+
+
+def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:
+    for group in runtime.groups():
+        if group.fmt is not None:
+            warm_up(group.fmt, group.grad_dtype)
+            warm_up_gradients(group.grad_dtype, group.layout.dtype)
+    folder = SafetensorsFolder(Path(init)) if isinstance(init, str | Path) else None
+    for unit in runtime.units:
+        fill_unit(runtime, unit, init, folder)
+    if folder is not None:
+        folder.load_buffers(model)
+
+
+def _install(runtime: Runtime, model: nn.Module, config: Config) -> None:
+    for slot in runtime.slots():
+        if slot.group.layout.trainable:
+            with torch._C.DisableTorchFunctionSubclass():
+                slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: runtime.gradients.arrive(slot))
+    if not runtime.device.is_host:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(runtime.device.torch_device))
+    for unit in runtime.units:
+        is_block = unit.index != 0 and next(unit.module.children(), None) is not None
+        recompute = config.activations.recompute == "unit" and is_block
+        install_forward(runtime, unit, recompute, config.train.compile and is_block)

@@ -1,0 +1,207 @@
+"""First contents of the tiers, unit by unit: from a built model, from modules that initialise themselves, or from safetensors files.
+
+Never more than one unit's full weights exist at a time, and each rank keeps only its shard of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tierzero.errors import ConfigError
+from tierzero.optim.formats import store_master
+from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState, attach
+from tierzero.runtime.tile_io import OpenTile, Parts
+from tierzero.tiers import Priority
+
+if TYPE_CHECKING:
+    from tierzero.runtime.runtime import Runtime
+
+Init = Callable[[nn.Module], object] | str | Path | None
+
+
+def check_fillable(model: nn.Module, init: Init) -> None:
+    """Raises ConfigError, before anything is allocated, when an empty parameter has no source of values."""
+    empty = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_meta}
+    if isinstance(init, str | Path):
+        SafetensorsFolder(Path(init)).check(model)
+        return
+    if init is not None or not empty:
+        return
+    for name, module in model.named_modules():
+        owns = [child for child, parameter in module.named_parameters(recurse=False) if parameter.is_meta]
+        if owns and _own_reset(module) is None:
+            raise ConfigError(
+                f"module {name or '(root)'!r} ({type(module).__name__}) has the empty parameter {owns[0]!r} and no reset_parameters(); "
+                "pass init=fn(module) or init='folder of safetensors' to tierzero.shard"
+            )
+
+
+def _own_reset(module: nn.Module) -> Callable[[], object] | None:
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+class SafetensorsFolder:
+    """Tensors by name in a folder of safetensors files, read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ConfigError(f"init: {folder} is not a folder; name one that holds *.safetensors files")
+        self._folder = folder
+        self._file_of = self._index()
+
+    def _index(self) -> dict[str, Path]:
+        from safetensors import safe_open
+
+        index = self._folder / "model.safetensors.index.json"
+        if index.exists():
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return {name: self._folder / file for name, file in weight_map.items()}
+        found: dict[str, Path] = {}
+        for path in sorted(self._folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as tensors:
+                found.update(dict.fromkeys(tensors.keys(), path))
+        if not found:
+            raise ConfigError(f"init: {self._folder} holds no *.safetensors file")
+        return found
+
+    def check(self, model: nn.Module) -> None:
+        """Raises ConfigError for a parameter whose tensor is missing or of another shape."""
+        for names, parameter in _named_parameters(model):
+            name = self._known(names)
+            if name is None:
+                raise ConfigError(f"init: {self._folder} has no tensor {names[0]!r}; it must hold every parameter of the model")
+            shape = self._shape(name)
+            if shape != tuple(parameter.shape):
+                raise ConfigError(f"init: {name!r} in {self._folder} has shape {shape}, the model's has {tuple(parameter.shape)}")
+
+    def _known(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in self._file_of), None)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        from safetensors import safe_open
+
+        with safe_open(self._file_of[name], framework="pt") as tensors:
+            return tuple(tensors.get_slice(name).get_shape())
+
+    def load(self, names: tuple[str, ...]) -> torch.Tensor:
+        from safetensors import safe_open
+
+        name = self._known(names)
+        assert name is not None
+        with safe_open(self._file_of[name], framework="pt") as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(name)
+            return tensor
+
+    def load_buffers(self, model: nn.Module) -> None:
+        """Persistent buffers that the folder has values for."""
+        state_names = set(model.state_dict(keep_vars=True))
+        for name, buffer in model.named_buffers():
+            if name in self._file_of and name in state_names:
+                buffer.copy_(self.load((name,)))
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    return [(tuple(names), parameter) for parameter, names in names_of.items()]
+
+
+@torch.no_grad()
+def fill_unit(runtime: Runtime, unit: UnitState, init: Init, folder: SafetensorsFolder | None) -> None:
+    """Gives the unit's tiles their first contents and takes the values from its parameters."""
+    if folder is None and any(slot.parameter.is_meta for slot in unit.all_slots()):
+        _materialize(unit, init)
+    for group in unit.groups:
+        sources = _sources(runtime, group, folder)
+        for tile in group.tiles:
+            runtime.engine.run(_fill_tile(runtime, group, tile, sources))
+    for slot in unit.all_slots():
+        slot.put_away()
+        attach(slot)
+
+
+def _materialize(unit: UnitState, init: Init) -> None:
+    """Allocates the unit's empty parameters and lets its modules fill them. One module's parameters may belong to another unit (a tied weight);
+    those that already have values keep them."""
+    empty = [slot for slot in unit.all_slots() if slot.parameter.is_meta]
+    for slot in empty:
+        real = torch.empty(slot.slot.shape, dtype=slot.parameter.dtype)
+        torch.utils.swap_tensors(slot.parameter, nn.Parameter(real, requires_grad=slot.parameter.requires_grad))
+    mine = {slot.parameter for slot in empty}
+    for module in _children_first(unit.module):
+        if callable(init):
+            if any(parameter in mine for parameter in module.parameters()):
+                init(module)
+            continue
+        own = set(module.parameters(recurse=False)) & mine
+        if own:
+            reset = _own_reset(module)
+            assert reset is not None
+            reset()
+            mine -= own  # a tied weight is initialised once, by the module that it is named after
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """As ``nn.Module.apply`` visits them, each module once."""
+    seen: set[nn.Module] = set()
+
+    def visit(current: nn.Module) -> Iterator[nn.Module]:
+        if current in seen:
+            return
+        seen.add(current)
+        for child in current.children():
+            yield from visit(child)
+        yield current
+
+    return visit(module)
+
+
+def _sources(runtime: Runtime, group: GroupState, folder: SafetensorsFolder | None) -> list[tuple[SlotState, torch.Tensor]]:
+    """Each parameter that this rank holds a part of, with its full values in host memory, flattened."""
+    sources = []
+    for slot in group.slots:
+        values = folder.load(slot.slot.names) if folder is not None else slot.parameter.detach()
+        flat = values.reshape(-1).cpu()
+        if runtime.collectives is not None and folder is None:
+            # Whatever each rank's generator gave, rank 0's weights count. A copy, in case the caller's tensor is shared.
+            flat = flat.contiguous()
+            runtime.collectives.broadcast(flat)
+        sources.append((slot, flat))
+    return sources
+
+
+async def _fill_tile(runtime: Runtime, group: GroupState, tile: Tile, sources: list[tuple[SlotState, torch.Tensor]]) -> None:
+    parts = Parts.STATE if group.fmt is not None else Parts.WEIGHT
+    opened = await runtime.tile_io.open_fresh(group, tile, parts)
+    await runtime.engine.call(_write_values, group, tile, opened, sources)
+    await runtime.tile_io.store_fresh(group, opened, parts, Priority.DEMAND)
+
+
+def _write_values(group: GroupState, tile: Tile, opened: OpenTile, sources: list[tuple[SlotState, torch.Tensor]]) -> None:
+    assert opened.weight is not None
+    opened.weight.zero_()
+    for part in opened.optimizer.values():
+        part.zero_()
+    for slot, values in sources:
+        fragment = slot.fragment
+        if fragment is None:
+            continue
+        start = max(fragment.shard_offset, tile.span.start)
+        stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
+        if start >= stop:
+            continue
+        first = fragment.start + start - fragment.shard_offset
+        piece = values[first : first + stop - start]
+        inside = slice(start - tile.span.start, stop - tile.span.start)
+        if group.fmt is None:
+            opened.weight[inside].copy_(piece)
+        else:
+            store_master(group.fmt, piece.float().contiguous(), opened.weight[inside], {name: p[inside] for name, p in opened.optimizer.items()})

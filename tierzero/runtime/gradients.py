@@ -1,0 +1,418 @@
+"""From `AccumulateGrad` to the gradient shard: collected per unit, reduced over the ranks, accumulated into their home tier.
+
+A parameter's full gradient is taken from it the moment autograd has completed it. On one rank with the shard in host memory it is added straight to
+the shard. Otherwise the unit's gradients are collected in a *bucket* (the unit's flat buffer); once all have arrived, or the backward is over, the
+bucket is reduced and put away. The sum of squares that clipping needs is taken in the same pass, over each parameter's fragment as a whole, so that it
+does not depend on tiles or tiers.
+
+With several ranks the buckets are reduced in one fixed order on every rank (last unit first), because collectives must match; a unit that a rank did not use
+contributes zeros if another rank used it, and stays untouched if none did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from tierzero.errors import BudgetError
+from tierzero.optim.gradient import accumulate, sum_of_squares
+from tierzero.runtime.device import Device
+from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState
+from tierzero.runtime.stats import Stalls
+from tierzero.runtime.tile_io import Parts, TileIO
+from tierzero.sharding.collectives import Collectives
+from tierzero.sharding.layout import Fragment
+from tierzero.tiers import Buffer, IoEngine, MemoryPool, Priority, Tier, TieredStore, page_round
+
+
+@dataclass
+class _Bucket:
+    """Gradients of one group on their way; the training thread owns it until it is dispatched, then the lane or the engine."""
+
+    group: GroupState
+    buffer: Buffer
+    flat: torch.Tensor
+    arrived: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A slot whose gradient a dispatch puts away; ``accumulate``: its home already holds a part of it."""
+
+    slot: SlotState
+    accumulate: bool
+
+
+@dataclass
+class _UnitArrivals:
+    expected: int
+    count: int = 0
+    dispatched: bool = False
+    buckets: dict[int, _Bucket] = field(default_factory=dict)
+
+
+class Gradients:
+    """Receives the gradients of all units. ``on_unit_complete`` is called on the training thread when a unit's gradients of this backward are
+    on their way home (with the future of their arrival, or None when they are there)."""
+
+    def __init__(
+        self,
+        units: list[UnitState],
+        engine: IoEngine,
+        store: TieredStore,
+        tile_io: TileIO,
+        device: Device,
+        collectives: Collectives | None,
+        buckets: MemoryPool,
+        stalls: Stalls,
+    ) -> None:
+        self._units = units
+        self._engine = engine
+        self._store = store
+        self._tile_io = tile_io
+        self._device = device
+        self._collectives = collectives
+        self._pool = buckets
+        self._stalls = stalls
+        self._arrivals = [_UnitArrivals(sum(group.layout.trainable for group in u.groups for _ in group.slots)) for u in units]
+        self._in_flight: dict[int, Future[None]] = {}
+        self._order = [unit.index for unit in reversed(units) if self._arrivals[unit.index].expected]
+        self._next = 0
+        self._tasks: set[int] = set()
+        self._whole = {id(g): g.whole_home("gradient") for u in units for g in u.groups if g.layout.trainable}
+        self.before_arrival: Callable[[UnitState], None] = lambda unit: None
+        self.on_unit_complete: Callable[[UnitState, Future[None] | None], None] = lambda unit, future: None
+
+    # Arrival, on the thread that runs the backward.
+
+    def arrive(self, slot: SlotState) -> None:
+        """Takes the gradient that autograd has just completed from the parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, slot.parameter.grad = slot.parameter.grad, None
+        if grad is None:
+            return
+        unit = slot.group.unit
+        self._watch_backward_end()
+        self.before_arrival(unit)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        values = grad.detach().reshape(-1)
+        if self._is_direct(slot.group):
+            self._add_directly(slot, values)
+        else:
+            self._collect(slot, values)
+        state = self._arrivals[unit.index]
+        state.count += 1
+        if state.count == state.expected:
+            self._complete(unit)
+
+    def _is_direct(self, group: GroupState) -> bool:
+        return self._collectives is None and self._device.is_host and self._whole[id(group)] is not None
+
+    def _add_directly(self, slot: SlotState, values: torch.Tensor) -> None:
+        whole = self._whole[id(slot.group)]
+        assert whole is not None
+        target = whole.narrow(0, slot.slot.offset, slot.slot.numel)
+        slot.sum_of_squares = accumulate(target, values.contiguous(), overwrite=not slot.has_grad)
+        slot.has_grad = True
+
+    def _collect(self, slot: SlotState, values: torch.Tensor) -> None:
+        bucket = self._bucket(slot.group)
+        part = bucket.flat.narrow(0, slot.slot.offset, slot.slot.numel)
+        if slot.slot.index in bucket.arrived:
+            part.add_(values)
+        else:
+            part.copy_(values)
+            bucket.arrived.add(slot.slot.index)
+
+    def _bucket(self, group: GroupState) -> _Bucket:
+        state = self._arrivals[group.unit.index]
+        found = state.buckets.get(group.index)
+        if found is None:
+            self._settle(group.unit.index)
+            buffer = self._allocate(group)
+            found = _Bucket(group, buffer, buffer.view(group.grad_dtype, group.layout.numel))
+            state.buckets[group.index] = found
+        return found
+
+    def _allocate(self, group: GroupState) -> Buffer:
+        nbytes = group.layout.numel * group.grad_dtype.itemsize
+        while True:
+            buffer = self._pool.try_allocate(nbytes)
+            if buffer is not None:
+                return buffer
+            if self._in_flight:
+                self._settle(next(iter(self._in_flight)))
+            elif not self._spill(group.unit):
+                raise BudgetError(
+                    f"tiers.device: {nbytes:,} bytes for the gradients of unit {group.unit.title!r} do not fit in the {self._pool.capacity:,} "
+                    "bytes for gradients on their way; raise tiers.device or choose smaller units",
+                    nbytes,
+                )
+
+    def _spill(self, wanted: UnitState) -> bool:
+        """Puts away what another unit has collected so far; only on one rank, where no other rank must do the same."""
+        if self._collectives is not None:
+            return False
+        for unit in self._units:
+            if unit is not wanted and self._arrivals[unit.index].buckets:
+                self._dispatch(unit)
+                return True
+        return False
+
+    def _complete(self, unit: UnitState) -> None:
+        if self._collectives is None:
+            self._dispatch(unit)
+            return
+        while self._next < len(self._order):
+            index = self._order[self._next]
+            state = self._arrivals[index]
+            if not state.dispatched and state.count < state.expected:
+                return
+            if not state.dispatched:
+                self._dispatch(self._units[index])
+            self._next += 1
+
+    # The end of a backward.
+
+    def _watch_backward_end(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+
+    def _end_backward(self, task: int) -> None:
+        self._tasks.discard(task)
+        if self._collectives is not None:
+            used = self._agree_on_used(self._collectives)
+            for index in [unit.index for unit in reversed(self._units)]:
+                if used.get(index) and not self._arrivals[index].dispatched:
+                    self._add_missing(self._units[index], used[index])
+                    self._dispatch(self._units[index])
+            self._order = [unit.index for unit in reversed(self._units) if used.get(unit.index)]
+        else:
+            for unit in self._units:
+                if self._arrivals[unit.index].count and not self._arrivals[unit.index].dispatched:
+                    self._dispatch(unit)
+        self._reset_arrivals()
+
+    def _reset_arrivals(self) -> None:
+        for state in self._arrivals:
+            state.count, state.dispatched = 0, False
+        self._next = 0
+
+    def _agree_on_used(self, collectives: Collectives) -> dict[int, list[SlotState]]:
+        """For each unit, the slots that got a gradient on any rank in this backward."""
+        slots = [slot for unit in self._units for slot in unit.all_slots() if slot.group.layout.trainable]
+        flags = torch.zeros(len(slots), dtype=torch.int32)
+        for position, slot in enumerate(slots):
+            state = self._arrivals[slot.group.unit.index]
+            bucket = state.buckets.get(slot.group.index)
+            flags[position] = int(state.dispatched or (bucket is not None and slot.slot.index in bucket.arrived))
+        with self._stalls.waiting("gather"):
+            collectives.small_max(flags)
+        used: dict[int, list[SlotState]] = {}
+        for flag, slot in zip(flags.tolist(), slots, strict=True):
+            if flag:
+                used.setdefault(slot.group.unit.index, []).append(slot)
+        return used
+
+    def _add_missing(self, unit: UnitState, slots: list[SlotState]) -> None:
+        """Zeros for what another rank has a gradient for and this one has not."""
+        for slot in slots:
+            bucket = self._bucket(slot.group)
+            if slot.slot.index not in bucket.arrived:
+                bucket.flat.narrow(0, slot.slot.offset, slot.slot.numel).zero_()
+                bucket.arrived.add(slot.slot.index)
+
+    # Reducing and putting away.
+
+    def _dispatch(self, unit: UnitState) -> None:
+        """Sends the unit's buckets home; from here on they belong to the lane (several ranks) or to the engine."""
+        state = self._arrivals[unit.index]
+        state.dispatched = self._collectives is not None
+        buckets, state.buckets = list(state.buckets.values()), {}
+        future: Future[None] | None = None
+        if buckets:
+            work = [(bucket, self._note_arrivals(bucket)) for bucket in buckets]
+            future = self._send(unit, work)
+            self._in_flight[unit.index] = future
+        self.on_unit_complete(unit, future)
+
+    def _note_arrivals(self, bucket: _Bucket) -> list[_Arrival]:
+        arrivals = []
+        for slot in bucket.group.slots:
+            if slot.slot.index in bucket.arrived:
+                arrivals.append(_Arrival(slot, slot.has_grad))
+                slot.has_grad = True
+        return arrivals
+
+    def _send(self, unit: UnitState, work: list[tuple[_Bucket, list[_Arrival]]]) -> Future[None]:
+        collectives = self._collectives
+        if collectives is None:
+            return self._engine.submit(self._put_away_all(work))
+
+        def reduce_and_put_away() -> None:
+            for bucket, _ in work:
+                self._zero_gaps(bucket)
+                self._reduce(collectives, bucket)
+            self._engine.run(self._put_away_all(work))
+
+        return collectives.submit_reduce(unit.index, reduce_and_put_away)
+
+    def _reduce(self, collectives: Collectives, bucket: _Bucket) -> None:
+        group = bucket.group
+        if group.layout.parts == 1:
+            collectives.all_reduce_mean(bucket.flat)
+            return
+        shard = torch.empty(group.layout.shard_numel, dtype=group.grad_dtype, device=bucket.flat.device)
+        collectives.reduce_scatter_mean(shard, bucket.flat)
+        self._shard(bucket).copy_(shard)
+
+    @staticmethod
+    def _shard(bucket: _Bucket) -> torch.Tensor:
+        return bucket.flat.narrow(0, bucket.group.shard_start, bucket.group.layout.shard_numel)
+
+    @staticmethod
+    def _zero_gaps(bucket: _Bucket) -> None:
+        """Padding and absent gradients are summed too: they must be numbers."""
+        end = 0
+        for slot in bucket.group.layout.slots:
+            if slot.index in bucket.arrived:
+                bucket.flat[end : slot.offset].zero_()
+                end = slot.offset + slot.numel
+        bucket.flat[end:].zero_()
+
+    async def _put_away_all(self, work: list[tuple[_Bucket, list[_Arrival]]]) -> None:
+        try:
+            for bucket, arrivals in work:
+                await self._put_away(bucket, arrivals)
+        finally:
+            for bucket, _ in work:
+                self._pool.release(bucket.buffer)
+
+    async def _put_away(self, bucket: _Bucket, arrivals: list[_Arrival]) -> None:
+        group = bucket.group
+        whole = self._whole[id(group)]
+        shard = self._shard(bucket)
+        fragments = {fragment.slot.index: fragment for fragment in group.layout.fragments(group.part)}
+        mine = [(arrival, fragments[arrival.slot.slot.index]) for arrival in arrivals if arrival.slot.slot.index in fragments]
+        if whole is not None and self._device.is_host:
+            for arrival, fragment in mine:
+                target = _cut(whole, fragment)
+                add = self._engine.call(_accumulate, target, _cut(shard, fragment), not arrival.accumulate)
+                arrival.slot.sum_of_squares = await add
+            return
+        await self._merge_old(group, shard, mine, fragments)
+        for arrival, fragment in mine:
+            arrival.slot.sum_of_squares = await self._engine.call(_squares, _cut(shard, fragment))
+        await asyncio.gather(*(self._store_tile(bucket, tile, shard) for tile in group.tiles))
+
+    async def _merge_old(
+        self, group: GroupState, shard: torch.Tensor, mine: list[tuple[_Arrival, Fragment]], fragments: dict[int, Fragment]
+    ) -> None:
+        """Adds what the home already holds to the shard: to arrived gradients that accumulate, and as it is where nothing arrived."""
+        arrived = {arrival.slot.slot.index: arrival for arrival, _ in mine}
+        kept: list[tuple[Fragment, bool]] = []
+        for slot in group.slots:
+            fragment = fragments.get(slot.slot.index)
+            arrival = arrived.get(slot.slot.index)
+            if fragment is not None and (arrival.accumulate if arrival else slot.has_grad):
+                kept.append((fragment, arrival is None))
+        if not kept:
+            return
+        for tile in group.tiles:
+            opened = await self._tile_io.open(group, tile, Parts.GRADIENT, Priority.DEMAND)
+            assert opened.gradient is not None
+            old = opened.gradient.to(shard.device)
+            for fragment, overwrite in kept:
+                start, stop = max(fragment.shard_offset, tile.span.start), min(fragment.shard_offset + fragment.numel, tile.span.stop)
+                if start < stop:
+                    await self._engine.call(_accumulate, shard[start:stop], old[start - tile.span.start : stop - tile.span.start], overwrite)
+            self._tile_io.close(opened)
+
+    async def _store_tile(self, bucket: _Bucket, tile: Tile, shard: torch.Tensor) -> None:
+        home = tile.gradient
+        assert home is not None
+        group = bucket.group
+        part = shard[tile.span.start : tile.span.stop]
+        if home.tier is not Tier.NVME:
+            event = self._device.copy_out(home.tensor(group.grad_dtype, tile.span.numel), part, self._device.now())
+            await self._engine.call(event.synchronize)
+            return
+        begin = (group.shard_start + tile.span.start) * group.grad_dtype.itemsize
+        length = page_round(home.nbytes)
+        if self._device.is_host and begin % 4096 == 0 and begin + length <= bucket.buffer.capacity:
+            await self._store.write([home.stored], bucket.buffer.memory(begin, length), Priority.WRITE_BACK)
+            return
+        staging = await self._tile_io.staging.acquire(length)
+        try:
+            event = self._device.copy_out(staging.view(group.grad_dtype, tile.span.numel), part, self._device.now())
+            await self._engine.call(event.synchronize)
+            await self._store.write([home.stored], staging.memory(0, length), Priority.WRITE_BACK)
+        finally:
+            self._tile_io.staging.release(staging)
+
+    # Waiting and dropping.
+
+    def _settle(self, unit: int) -> None:
+        future = self._in_flight.pop(unit, None)
+        if future is not None:
+            with self._stalls.waiting("gather" if self._collectives is not None else "nvme_write"):
+                future.result()
+
+    def finish(self) -> None:
+        """Waits until every gradient is at home; raises the first failure."""
+        for unit in list(self._in_flight):
+            self._settle(unit)
+
+    def drop(self, slots: Sequence[SlotState] | None = None) -> None:
+        """Forgets gradients (of ``slots``, or all), also half-collected ones of a backward that failed."""
+        self.finish()
+        if slots is None:
+            for state in self._arrivals:
+                for bucket in state.buckets.values():
+                    self._pool.release(bucket.buffer)
+                state.buckets.clear()
+            self._tasks.clear()
+            self._reset_arrivals()
+        for slot in slots if slots is not None else [s for unit in self._units for s in unit.all_slots()]:
+            slot.drop_gradient()
+
+    def recover(self) -> None:
+        """After a backward that was broken off: what it left half collected is put away as it is, or dropped where ranks would have to agree."""
+        if not any(state.count for state in self._arrivals):
+            return
+        for unit in self._units:
+            state = self._arrivals[unit.index]
+            if state.buckets and self._collectives is None:
+                self._dispatch(unit)
+            for bucket in state.buckets.values():
+                self._pool.release(bucket.buffer)
+            state.buckets = {}
+        self._tasks.clear()
+        self._reset_arrivals()
+
+
+def _cut(shard: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    return shard.narrow(0, fragment.shard_offset, fragment.numel)
+
+
+def _accumulate(target: torch.Tensor, values: torch.Tensor, overwrite: bool) -> float:
+    if not target.is_cuda:
+        return accumulate(target, values.contiguous(), overwrite=overwrite)
+    if overwrite:
+        target.copy_(values)
+    else:
+        target.add_(values)
+    return _squares(target)
+
+
+def _squares(values: torch.Tensor) -> float:
+    if not values.is_cuda:
+        return sum_of_squares(values)
+    return float(values.double().square().sum())

@@ -1,0 +1,273 @@
+"""Gathered units: which are in memory, which are on their way, which make room.
+
+All decisions are made on the thread that runs the model, in program order, from the trace and from the arena's own bookkeeping; never from timing.
+So every rank decides alike, and the order of the gathers is the same everywhere without asking.
+
+States of a unit (`Paging`) and who owns its arena buffers:
+
+========== ==================================================================================================
+AWAY       no buffers (or the shard itself is what the device computes from: ``in_place``)
+COMING     the engine and the gather lane write into the buffers; nobody else may touch them
+HERE       the pager owns them; forward, backward handles and copies read them while the unit is in use
+========== ==================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tierzero.errors import BudgetError
+from tierzero.runtime.device import Device, Event
+from tierzero.runtime.state import Gathered, GroupState, UnitState
+from tierzero.runtime.stats import Stalls
+from tierzero.runtime.trace import AccessTrace
+from tierzero.runtime.update import Destination, Updater
+from tierzero.sharding.collectives import Collectives
+from tierzero.tiers import Buffer, IoEngine, MemoryPool, Priority
+
+
+class Paging(Enum):
+    """See the module's docstring."""
+
+    AWAY = "away"
+    COMING = "coming"
+    HERE = "here"
+
+
+@dataclass
+class Fetch:
+    """A fetch in flight: the groups' buffers and the future that ends when they are filled (with the events that device work waits for)."""
+
+    gathered: list[Gathered]
+    done: list[Future[list[Event]]]
+
+
+@dataclass
+class _Record:
+    state: Paging = Paging.AWAY
+    fetch: Fetch | None = None
+    gathered: list[Gathered] = field(default_factory=list)
+
+
+class Pager:
+    """Fetches units on demand and ahead of time, and evicts those whose next use is furthest away."""
+
+    def __init__(
+        self,
+        units: list[UnitState],
+        arena: MemoryPool,
+        engine: IoEngine,
+        updater: Updater,
+        device: Device,
+        collectives: Collectives | None,
+        depth: int,
+        stalls: Stalls,
+    ) -> None:
+        self._units = units
+        self._arena = arena
+        self._engine = engine
+        self._updater = updater
+        self._device = device
+        self._collectives = collectives
+        self._depth = depth
+        self._stalls = stalls
+        self._records = [_Record() for _ in units]
+        self._recent: list[int] = []
+        """The last two units demanded: an operation in progress may still read them."""
+        self._by_storage: dict[int, Gathered] = {}
+        self.trace = AccessTrace()
+
+    def demand(self, unit: UnitState) -> list[Gathered]:
+        """The unit's gathered groups, waiting for them if need be; then starts the fetches that the trace foretells."""
+        self.trace.access(unit.index)
+        if self._recent[-1:] != [unit.index]:
+            self._recent = [*self._recent[-1:], unit.index]
+        record = self._records[unit.index]
+        if record.state is Paging.AWAY:
+            self._start(unit, Priority.DEMAND, required=True)
+        self.prefetch()
+        if record.state is Paging.COMING:
+            self._finish(unit, record)
+        return record.gathered
+
+    def prefetch(self) -> None:
+        """Starts fetches of the next units of the trace, as many as the depth and the arena's free or less urgent memory allow."""
+        if self._depth == 0:
+            return
+        for index in self.trace.upcoming(self._depth):
+            if self._records[index].state is Paging.AWAY and not self._start(self._units[index], Priority.PREFETCH, required=False):
+                return
+
+    def find(self, storage: int) -> Gathered | None:
+        """The gathered group whose memory starts at address ``storage``."""
+        return self._by_storage.get(storage)
+
+    def forget(self, unit: UnitState) -> None:
+        """Drops gathered copies of a unit whose weights are about to change; waits for a fetch in flight."""
+        record = self._records[unit.index]
+        if record.state is Paging.COMING:
+            self._finish(unit, record)
+        if record.state is Paging.HERE:
+            self._drop(unit.index)
+
+    def settle(self, only: UnitState | None = None) -> None:
+        """Waits for fetches in flight (of one unit, or all), and so for the updates that they carry out."""
+        for unit in self._units if only is None else [only]:
+            record = self._records[unit.index]
+            if record.state is Paging.COMING:
+                self._finish(unit, record)
+
+    def is_here(self, unit: UnitState) -> bool:
+        return self._records[unit.index].state is not Paging.AWAY
+
+    def gathered_units(self) -> list[str]:
+        """Titles of the units that hold arena memory now."""
+        return [unit.title for unit, record in zip(self._units, self._records, strict=True) if record.state is not Paging.AWAY]
+
+    # Starting and finishing.
+
+    def _start(self, unit: UnitState, priority: Priority, *, required: bool) -> bool:
+        """Begins a fetch; False when there is no room for one that is not required."""
+        record = self._records[unit.index]
+        buffers = self._buffers(unit, required)
+        if buffers is None:
+            return False
+        after = self._device.now()
+        fetch = Fetch([], [])
+        for group, buffer in zip(unit.groups, buffers, strict=True):
+            gathered = self._gathered(group, buffer)
+            fetch.gathered.append(gathered)
+            fetch.done.append(self._bring(group, gathered, after, priority))
+        record.state, record.fetch = Paging.COMING, fetch
+        return True
+
+    def _gathered(self, group: GroupState, buffer: Buffer | None) -> Gathered:
+        if buffer is not None:
+            flat = buffer.view(group.layout.dtype, group.layout.numel)
+        else:
+            whole = group.whole_home("weight")
+            assert whole is not None
+            flat = whole
+        return Gathered(group, buffer, flat)
+
+    def _bring(self, group: GroupState, gathered: Gathered, after: Event, priority: Priority) -> Future[list[Event]]:
+        spec, group.pending = group.pending, None
+        destination = None
+        if gathered.buffer is not None:
+            destination = Destination(gathered.buffer, group.shard_start * group.layout.dtype.itemsize, after)
+        if spec is None and destination is None:
+            done: Future[list[Event]] = Future()
+            done.set_result([])
+            return done
+        local = self._engine.submit(self._updater.bring(group, spec, destination, priority))
+        if self._collectives is None or group.layout.parts == 1:
+            return local
+        return self._collectives.submit_gather(group.unit.index, self._gather_work(group, gathered, local))
+
+    def _gather_work(self, group: GroupState, gathered: Gathered, local: Future[list[Event]]) -> Callable[[], list[Event]]:
+        collectives = self._collectives
+        assert collectives is not None
+
+        def work() -> list[Event]:
+            for event in local.result():
+                self._device.wait(event)
+            shard = gathered.flat.narrow(0, group.shard_start, group.layout.shard_numel)
+            collectives.all_gather(gathered.flat, shard)
+            return [self._device.now()]
+
+        return work
+
+    def _finish(self, unit: UnitState, record: _Record) -> None:
+        fetch = record.fetch
+        assert fetch is not None
+        kind = "gather" if self._collectives is not None and any(g.layout.parts > 1 for g in unit.groups) else "nvme_read"
+        try:
+            with self._stalls.waiting(kind):
+                events = [event for done in fetch.done for event in done.result()]
+        except BaseException:
+            self._abandon(record, fetch)
+            raise
+        for event in events:
+            self._device.wait(event)
+        record.state, record.fetch, record.gathered = Paging.HERE, None, fetch.gathered
+        for gathered in fetch.gathered:
+            self._by_storage[gathered.flat.untyped_storage().data_ptr()] = gathered
+
+    def _abandon(self, record: _Record, fetch: Fetch) -> None:
+        """After a failed fetch: its buffers go back once nothing can write into them any more."""
+        for done in fetch.done:
+            done.exception()
+        for gathered in fetch.gathered:
+            if gathered.buffer is not None:
+                self._arena.release(gathered.buffer)
+        record.state, record.fetch = Paging.AWAY, None
+
+    # Room.
+
+    def _buffers(self, unit: UnitState, required: bool) -> list[Buffer | None] | None:
+        buffers: list[Buffer | None] = []
+        for group in unit.groups:
+            buffer = None if group.in_place else self._room(group.gathered_bytes(), unit, required)
+            if buffer is None and not group.in_place:
+                for taken in buffers:
+                    if taken is not None:
+                        self._arena.release(taken)
+                return None
+            buffers.append(buffer)
+        return buffers
+
+    def _room(self, nbytes: int, unit: UnitState, required: bool) -> Buffer | None:
+        while True:
+            buffer = self._arena.try_allocate(nbytes)
+            if buffer is not None:
+                return buffer
+            victim = self._victim(unit, required)
+            if victim is not None:
+                self._drop(victim)
+                continue
+            if not required:
+                return None
+            if not self._settle_one(unit):
+                used = ", ".join(self.gathered_units()) or "nothing"
+                raise BudgetError(
+                    f"tiers.device: {nbytes:,} bytes for unit {unit.title!r} do not fit beside the units in use ({used}) in the "
+                    f"{self._arena.capacity:,} bytes for gathered units; raise tiers.device or choose smaller units",
+                    nbytes,
+                )
+
+    def _victim(self, wanted: UnitState, required: bool) -> int | None:
+        """The unit here whose next use is furthest; for a prefetch, only if that is further than the wanted unit's."""
+        candidates = [
+            index
+            for index, record in enumerate(self._records)
+            if record.state is Paging.HERE
+            and index != wanted.index
+            and index not in self._recent
+            and not self._units[index].active
+            and any(gathered.buffer is not None for gathered in record.gathered)
+        ]
+        if not candidates:
+            return None
+        victim = max(candidates, key=lambda index: (self.trace.distance(index), index))
+        if not required and self.trace.distance(victim) <= self.trace.distance(wanted.index):
+            return None
+        return victim
+
+    def _settle_one(self, wanted: UnitState) -> bool:
+        """Waits for one fetch in flight of another unit, so that it can be evicted."""
+        for unit, record in zip(self._units, self._records, strict=True):
+            if record.state is Paging.COMING and unit is not wanted and unit.index not in self._recent:
+                self._finish(unit, record)
+                return True
+        return False
+
+    def _drop(self, index: int) -> None:
+        record = self._records[index]
+        for gathered in record.gathered:
+            self._by_storage.pop(gathered.flat.untyped_storage().data_ptr(), None)
+            if gathered.buffer is not None:
+                self._arena.release(gathered.buffer)
+        record.state, record.gathered = Paging.AWAY, []

@@ -1,0 +1,347 @@
+"""The runtime of one sharded model: it joins the tiers, the units and the update, and is what the public functions talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tierzero.errors import ConfigError
+from tierzero.optim.hyper import AdamHyper
+from tierzero.optim.owner import HyperOf
+from tierzero.planner.memory_plan import MemoryPlan
+from tierzero.runtime.device import Device
+from tierzero.runtime.forward import SavedWeights
+from tierzero.runtime.gradients import Gradients
+from tierzero.runtime.pager import Pager
+from tierzero.runtime.state import GroupState, SlotState, UnitState, UpdateSegment, UpdateSpec, slot_of
+from tierzero.runtime.stats import Counters, Stalls
+from tierzero.runtime.tile_io import TileIO
+from tierzero.runtime.update import Updater
+from tierzero.sharding.collectives import Collectives, World
+from tierzero.tiers import IoEngine, MemoryPool, Priority, Tier, TieredStore
+
+Overlap = Literal["forward", "backward", "none"]
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What a runtime is assembled from; made by `tierzero.runtime.build`."""
+
+    world: World
+    device: Device
+    plan: MemoryPlan
+    engine: IoEngine
+    store: TieredStore
+    pools: Mapping[str, MemoryPool]
+    """Memory pools by role: device, host, arena, buckets."""
+    collectives: Collectives | None
+    overlap: Overlap
+    input_dtype: torch.dtype | None
+
+
+class Runtime:
+    """Owns everything about one sharded model. ``close()`` gives all memory and files back."""
+
+    def __init__(self, model: nn.Module, units: list[UnitState], parts: Machinery) -> None:
+        self._model = weakref.ref(model)
+        self.units = units
+        self.world, self.device, self.plan = parts.world, parts.device, parts.plan
+        self.engine, self.store, self.pools = parts.engine, parts.store, parts.pools
+        self.collectives = parts.collectives
+        self.overlap = parts.overlap
+        self.input_dtype = parts.input_dtype
+        self.stalls = Stalls()
+        self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device)
+        self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device)
+        self.pager = Pager(
+            units, parts.pools["arena"], parts.engine, self.updater, parts.device, parts.collectives, parts.plan.prefetch, self.stalls
+        )
+        self.gradients = Gradients(
+            units, parts.engine, parts.store, self.tile_io, parts.device, parts.collectives, parts.pools["buckets"], self.stalls
+        )
+        self.gradients.before_arrival = self._before_arrival
+        self.gradients.on_unit_complete = self._on_unit_complete
+        self.saved_weights = SavedWeights(self.pager)
+        self.held_open: set[SlotState] = set()
+        """Parameters that `gathered` keeps resident."""
+        self.clip_factor = 1.0
+        """What clipping multiplies the gradients with at the next step."""
+        self.loss_scale = 1.0
+        """What the loss was multiplied with before backward."""
+        self.step_hyper: HyperOf | None = None
+        """Of the optimizer, for updates that begin during the backward."""
+        self.on_step_skipped: Callable[[bool], None] | None = None
+        self._updated_in_backward: set[int] = set()
+        self._closed = False
+        self._step_start = Counters()
+        self.last_step = Counters()
+        self.steps = 0
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self.overlap == "backward"
+
+    def slots(self) -> list[SlotState]:
+        """All parameters, in the order of the units."""
+        return [slot for unit in self.units for slot in unit.all_slots()]
+
+    def groups(self) -> list[GroupState]:
+        return [group for unit in self.units for group in unit.groups]
+
+    # In the model's forward.
+
+    @property
+    def in_model_code(self) -> bool:
+        """Inside a forward or backward, where all ranks run the same code."""
+        return torch._C._current_graph_task_id() != -1 or any(unit.active for unit in self.units)
+
+    def enter_root(self) -> None:
+        """Before the model's forward: raises what failed in the background, and clears what a failed pass left behind."""
+        self.require_open()
+        self.engine.check()
+        if torch._C._current_graph_task_id() == -1:
+            self.gradients.recover()
+
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """fp32 tensors among the model's inputs in the dtype that the model was converted to."""
+        dtype = self.input_dtype
+        if dtype is None:
+            return args, kwargs
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
+                return value.to(dtype)
+            if type(value) in (tuple, list):
+                return type(value)(cast(item) for item in value)
+            if type(value) is dict:
+                return {key: cast(item) for key, item in value.items()}
+            return value
+
+        return tuple(cast(value) for value in args), {key: cast(value) for key, value in kwargs.items()}
+
+    def full_copy(self, slot: SlotState) -> torch.Tensor:
+        """The parameter's values in a tensor of its own, on the device."""
+        self.require_open()
+        gathered = self.pager.demand(slot.group.unit)[slot.group.index]
+        return gathered.parameter_values(slot.slot).clone()
+
+    # The step.
+
+    def grad_norm(self) -> float:
+        """The 2-norm of all gradients over ranks and tiers, unscaled, before clipping. Every rank must call it."""
+        self.gradients.finish()
+        squares = sum(slot.sum_of_squares for slot in self.slots() if slot.has_grad)
+        if self.collectives is not None and self.groups()[0].layout.parts > 1:
+            with self.stalls.waiting("gather"):
+                squares = float(self.collectives.small_sum(torch.tensor([squares], dtype=torch.float64))[0])
+        return float(squares**0.5) / self.loss_scale
+
+    def clip(self, max_norm: float) -> float:
+        """Fixes the factor that brings the global norm down to ``max_norm``; the update applies it. Returns the norm before clipping."""
+        if self.overlap == "backward":
+            raise ConfigError("clip_grad_norm_: optimizer.overlap = 'backward' updates before the norm is known; use 'forward' to clip")
+        norm = self.grad_norm() * self.clip_factor
+        # As torch.nn.utils.clip_grad_norm_ does it: the factor is computed and clamped in fp32.
+        factor = torch.clamp(torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0)
+        self.clip_factor *= float(factor)
+        return norm
+
+    def step(self, hyper_of: HyperOf, slots: Iterable[SlotState]) -> bool:
+        """Fixes the update of every parameter in ``slots`` that has a gradient; it is applied as ``overlap`` says.
+
+        Returns False when a non-finite gradient of scaled training skipped it.
+        """
+        self.require_open()
+        self.engine.check()
+        self.gradients.finish()
+        applied = True
+        if self.on_step_skipped is not None:
+            applied = self.grad_norm() < float("inf")
+            self.on_step_skipped(not applied)
+        if applied:
+            wanted = [slot for slot in slots if slot.has_grad and slot.group.unit.index not in self._updated_in_backward]
+            self._fix_updates(wanted, hyper_of)
+        self._settle_backward_updates()
+        self._end_step()
+        return applied
+
+    def _fix_updates(self, slots: Sequence[SlotState], hyper_of: HyperOf) -> list[UnitState]:
+        by_group: dict[int, list[tuple[SlotState, AdamHyper]]] = {}
+        touched: dict[int, GroupState] = {}
+        for slot in slots:
+            hyper = hyper_of(slot)
+            if hyper is not None:
+                slot.step += 1
+                by_group.setdefault(id(slot.group), []).append((slot, hyper.at(slot.step)))
+                touched[id(slot.group)] = slot.group
+        late = [group for group in touched.values() if group.pending is not None]
+        if late:
+            self._apply(late)
+        scale = self.clip_factor / self.loss_scale
+        units = {group.unit.index: group.unit for group in touched.values()}
+        for unit in units.values():
+            self.pager.forget(unit)
+        for key, group in touched.items():
+            group.version += 1
+            segments = _segments(by_group[key])
+            group.pending = UpdateSpec(segments, scale) if segments else None
+        return list(units.values())
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        self.pager.trace.end_step()
+        if self.overlap == "none":
+            self.flush()
+        else:
+            self.pager.prefetch()
+        now = self.counters()
+        self.last_step, self._step_start = now.since(self._step_start), now
+
+    def _apply(self, groups: Iterable[GroupState]) -> None:
+        """Applies pending updates now, without gathering; waits for the updates, not for their write-back."""
+        futures: list[Future[Any]] = []
+        for group in groups:
+            spec, group.pending = group.pending, None
+            if spec is not None:
+                futures.append(self.engine.submit(self.updater.bring(group, spec, None, Priority.DEMAND)))
+        with self.stalls.waiting("optimizer"):
+            _wait_all(futures)
+
+    def flush(self) -> None:
+        """Brings the tiers up to date: every update applied and written. After it the state is that of the last step."""
+        self.gradients.finish()
+        self.pager.settle()
+        self._apply(self.groups())
+        self._settle_backward_updates(forget=False)
+        with self.stalls.waiting("nvme_write"):
+            self.engine.run(self.updater.drain())
+        self.engine.check()
+
+    # Updates beside the backward.
+
+    def _on_unit_complete(self, unit: UnitState, reduced: Future[None] | None) -> None:
+        if self.overlap != "backward" or self.step_hyper is None or unit.active or unit.index in self._updated_in_backward:
+            return
+        slots = [slot for slot in unit.all_slots() if slot.has_grad]
+        self._fix_updates(slots, self.step_hyper)
+        self._updated_in_backward.add(unit.index)
+        for group in unit.groups:
+            spec, group.pending = group.pending, None
+            if spec is not None:
+                group.updating = self.engine.submit(self._update_after(reduced, group, spec))
+
+    async def _update_after(self, reduced: Future[None] | None, group: GroupState, spec: UpdateSpec) -> None:
+        if reduced is not None:
+            await asyncio.wrap_future(reduced)
+        await self.updater.apply(group, spec)
+
+    def _settle_backward_updates(self, forget: bool = True) -> None:
+        """Raises what failed in updates that are done, and lets the gradients they used be overwritten once they are all done."""
+        busy = [group for group in self.groups() if group.updating is not None]
+        with self.stalls.waiting("optimizer"):
+            _wait_all([group.updating for group in busy if group.updating is not None])
+        for group in busy:
+            group.updating = None
+        if forget and self._updated_in_backward:
+            for unit in self.units:
+                if unit.index in self._updated_in_backward:
+                    for slot in unit.all_slots():
+                        slot.drop_gradient()
+            self._updated_in_backward.clear()
+
+    def _before_arrival(self, unit: UnitState) -> None:
+        """A gradient must not overwrite one that a pending update still has to read."""
+        if unit.index in self._updated_in_backward:
+            raise ConfigError(
+                f"a second backward before optimizer.step(): optimizer.overlap = 'backward' has already updated unit {unit.title!r}; "
+                "use overlap = 'forward' to accumulate gradients"
+            )
+        if self.clip_factor != 1.0:
+            raise ConfigError("backward after clip_grad_norm_: call optimizer.step() and zero_grad() first, or clip after the last backward")
+        self.pager.settle(unit)
+        if any(group.pending is not None for group in unit.groups):
+            self._apply(unit.groups)
+
+    def zero_grad(self, slots: Sequence[SlotState] | None = None) -> None:
+        """Drops gradients; what a pending update still needs is kept until it has run."""
+        self.gradients.drop(slots)
+        self.clip_factor = 1.0
+
+    # Bookkeeping.
+
+    def counters(self) -> Counters:
+        comm = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        if self.collectives is not None:
+            moved = self.collectives.bytes
+            comm = {"all_gather": moved.all_gather, "reduce_scatter": moved.reduce_scatter, "all_reduce": moved.all_reduce}
+        return Counters(self.engine.read_bytes, self.engine.write_bytes, comm, dict(self.stalls.seconds))
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes in use now: state, gathered units, gradients on their way and staging."""
+        device = sum(self.pools[name].used for name in ("device", "arena", "buckets"))
+        return {"device": device, "host": self.pools["host"].used, "nvme": self.store.bytes_by_tier()[Tier.NVME]}
+
+    def peak_tier_bytes(self) -> dict[str, int]:
+        device = sum(self.pools[name].peak for name in ("device", "arena", "buckets"))
+        return {"device": device, "host": self.pools["host"].peak, "nvme": self.store.bytes_by_tier()[Tier.NVME]}
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this model's tiers were closed; shard a new model to go on")
+
+    def close(self) -> None:
+        """Ends the background work and gives memory and files back. The model cannot be used afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.collectives is not None:
+            self.collectives.close()
+        self.engine.close()
+        self.store.close()
+        for pool in self.pools.values():
+            pool.close()
+
+
+def _segments(updates: list[tuple[SlotState, AdamHyper]]) -> tuple[UpdateSegment, ...]:
+    """This rank's part of the updates as ranges of the shard; neighbours that are updated alike become one."""
+    segments: list[UpdateSegment] = []
+    for slot, hyper in sorted(updates, key=lambda update: update[0].slot.offset):
+        fragment = slot.fragment
+        if fragment is None:
+            continue
+        start, stop = fragment.shard_offset, fragment.shard_offset + fragment.numel
+        last = segments[-1] if segments else None
+        if last is not None and last.stop == start and last.hyper == hyper:
+            segments[-1] = UpdateSegment(last.start, stop, hyper)
+        else:
+            segments.append(UpdateSegment(start, stop, hyper))
+    return tuple(segments)
+
+
+def _wait_all(futures: Iterable[Future[Any]]) -> None:
+    """Waits for every one, then raises the first failure: nothing may go on in the background behind an error."""
+    failures = [error for error in [future.exception() for future in futures] if error is not None]
+    if failures:
+        raise failures[0]
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model. Raises ConfigError for any other module."""
+    for parameter in model.parameters():
+        slot = slot_of(parameter)
+        if slot is not None:
+            return slot.group.unit.runtime
+    raise ConfigError("this model was not sharded with tierzero.shard, or it has no parameters")

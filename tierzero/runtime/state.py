@@ -1,0 +1,232 @@
+"""The model's sharded state as the runtime holds it: units, their flat groups, and the tiles that live in the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tierzero.errors import ConfigError, NotResidentError
+from tierzero.optim.formats import StateFormat
+from tierzero.optim.hyper import AdamHyper
+from tierzero.runtime.paged import PagedParameter, placeholder
+from tierzero.sharding.layout import FlatLayout, Fragment, Slot, TileSpan
+from tierzero.tiers import Buffer, StoredObject, Tier
+
+if TYPE_CHECKING:
+    from tierzero.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one kind of state of one tile lives: ``nbytes`` of ``stored`` from ``offset`` (bytes)."""
+
+    stored: StoredObject
+    offset: int
+    nbytes: int
+
+    @property
+    def tier(self) -> Tier:
+        return self.stored.home
+
+    def tensor(self, dtype: torch.dtype, numel: int, skip: int = 0) -> torch.Tensor:
+        """The bytes as a 1-D tensor, ``skip`` bytes after the start; only for homes in memory."""
+        assert self.stored.buffer is not None
+        return self.stored.buffer.view(dtype, numel, self.offset + skip)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A slice of a shard and the homes of its state; optimizer and gradient are None for frozen weights."""
+
+    span: TileSpan
+    weight: Home
+    optimizer: Home | None
+    gradient: Home | None
+
+
+@dataclass(frozen=True)
+class UpdateSegment:
+    """Elements ``[start, stop)`` of a shard that are updated alike."""
+
+    start: int
+    stop: int
+    hyper: AdamHyper
+
+
+@dataclass(frozen=True)
+class UpdateSpec:
+    """An update that ``step()`` has fixed and that a group's tiles still await: what to apply and the factor on the gradients."""
+
+    segments: tuple[UpdateSegment, ...]
+    grad_scale: float
+
+
+class SlotState:
+    """One parameter of the model: its place in a group, its step count, its gradient's state. The parameter's link to the runtime."""
+
+    def __init__(self, group: GroupState, slot: Slot, parameter: nn.Parameter, fragment: Fragment | None) -> None:
+        self.group = group
+        self.slot = slot
+        self.parameter = parameter
+        self.fragment = fragment
+        self.resident_class: type[nn.Parameter] = type(parameter)
+        self.away = placeholder(slot.shape, group.layout.dtype, group.device)
+        self.step = 0
+        self.has_grad = False
+        self.sum_of_squares = 0.0
+        """Of this rank's fragment of the gradient, unscaled."""
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+    @property
+    def owner(self) -> Runtime:
+        return self.group.unit.runtime
+
+    def put_away(self) -> None:
+        """Takes the values from the parameter object; from now on reading them pages in."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.parameter.is_meta:
+                empty = nn.Parameter(self.away, requires_grad=self.parameter.requires_grad)
+                torch.utils.swap_tensors(self.parameter, empty)
+            else:
+                self.parameter.data = self.away
+        self.parameter.__class__ = PagedParameter
+
+    def make_resident(self, values: torch.Tensor) -> None:
+        """Lets the parameter be an ordinary one over ``values`` (true shape and dtype)."""
+        self.parameter.__class__ = self.resident_class
+        self.parameter.data = values
+
+    @property
+    def is_away(self) -> bool:
+        return type(self.parameter) is PagedParameter
+
+    # What PagedParameter asks for.
+
+    def fetch_copy(self) -> torch.Tensor:
+        runtime = self.owner
+        if runtime.world.size > 1 and not runtime.in_model_code:
+            raise NotResidentError(
+                f"the values of parameter {self.name!r} are sharded over {runtime.world.size} ranks and are read outside the model's forward; "
+                "use `with tierzero.gathered(parameter):` or tierzero.full_state_dict(model), on all ranks"
+            )
+        return runtime.full_copy(self)
+
+    def gradient_for_user(self) -> torch.Tensor | None:
+        if not self.has_grad:
+            return None
+        raise NotResidentError(
+            f"the gradient of {self.name!r} is kept in the tiers, not in .grad; use tierzero.clip_grad_norm_(model, max_norm) to clip "
+            "and tierzero.read_state(parameter, 'gradient') to read it"
+        )
+
+    def drop_gradient(self) -> None:
+        self.has_grad = False
+        self.sum_of_squares = 0.0
+
+    def set_requires_grad(self, wanted: bool) -> None:
+        if wanted and not self.group.layout.trainable:
+            raise ConfigError(
+                f"parameter {self.name!r} was frozen when the model was sharded and has no optimizer state; unfreeze it before tierzero.shard"
+            )
+
+
+class GroupState:
+    """One flat group of a unit: this rank's shard of it, cut into tiles."""
+
+    def __init__(
+        self, unit: UnitState, index: int, layout: FlatLayout, fmt: StateFormat | None, part: int, grad_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.unit = unit
+        self.index = index
+        self.layout = layout
+        self.fmt = fmt
+        self.part = part
+        self.grad_dtype = grad_dtype
+        self.device = device
+        self.tiles: tuple[Tile, ...] = ()
+        self.slots: list[SlotState] = []
+        self.in_place = False
+        """A gather is no copy: the shard is the whole buffer and lies where the device computes."""
+        self.pending: UpdateSpec | None = None
+        self.updating: Future[object] | None = None
+        """An update that runs beside the backward; the weights are new when it ends."""
+        self.version = 0
+        """Counts changes of the weights: a weight saved for backward must not outlive one."""
+
+    @property
+    def shard_start(self) -> int:
+        """Element of the whole buffer at which this rank's shard starts."""
+        return self.part * self.layout.shard_numel
+
+    def whole_home(self, kind: str) -> torch.Tensor | None:
+        """The shard's weights or gradients as one tensor where they lie in memory in one piece, else None. ``kind``: "weight" or "gradient"."""
+        homes = [getattr(tile, kind) for tile in self.tiles]
+        first = homes[0]
+        if first is None or first.tier is Tier.NVME or any(home.stored is not first.stored for home in homes):
+            return None
+        dtype = self.layout.dtype if kind == "weight" else self.grad_dtype
+        whole: torch.Tensor = first.tensor(dtype, self.layout.shard_numel)
+        return whole
+
+    def gathered_bytes(self) -> int:
+        return self.layout.numel * self.layout.dtype.itemsize
+
+
+@dataclass
+class Gathered:
+    """The whole weights of one group in device memory. ``buffer`` is None when they are the shard's own home."""
+
+    group: GroupState
+    buffer: Buffer | None
+    flat: torch.Tensor
+
+    def parameter_values(self, slot: Slot) -> torch.Tensor:
+        return self.flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
+
+
+@dataclass
+class UnitState:
+    """Modules gathered together."""
+
+    runtime: Runtime
+    index: int
+    name: str
+    module: nn.Module
+    ancestors: tuple[int, ...]
+    groups: list[GroupState] = field(default_factory=list)
+    active: int = 0
+    """Forwards of this unit that are running now."""
+
+    @property
+    def title(self) -> str:
+        return self.name or "(root)"
+
+    @property
+    def in_place(self) -> bool:
+        return all(group.in_place for group in self.groups)
+
+    def all_slots(self) -> list[SlotState]:
+        return [slot for group in self.groups for slot in group.slots]
+
+
+def attach(slot: SlotState) -> None:
+    """Makes the parameter know its slot: the one attribute that TierZero puts on a parameter."""
+    slot.parameter._tierzero = slot  # type: ignore[attr-defined]
+
+
+def slot_of(parameter: torch.Tensor) -> SlotState | None:
+    """The slot of a sharded parameter; None for any other tensor."""
+    found = parameter.__dict__.get("_tierzero")
+    return found if isinstance(found, SlotState) else None
+
+
+def slots_in_order(units: Sequence[UnitState]) -> list[SlotState]:
+    return [slot for unit in units for slot in unit.all_slots()]

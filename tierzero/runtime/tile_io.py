@@ -1,0 +1,222 @@
+"""Opening a tile: its weights, optimizer state and gradient side by side in addressable memory, wherever they live.
+
+An open tile owns at most one staging buffer. It takes everything it needs in one acquisition and waits for nothing else while it holds it (but its
+own transfers), which is why tiles can never deadlock on the staging budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from functools import reduce
+
+import torch
+
+from tierzero.runtime.device import Device
+from tierzero.runtime.state import GroupState, Home, Tile
+from tierzero.tiers import Buffer, Lease, MemoryPool, Priority, Tier, TieredStore, page_round
+
+
+class Parts(Flag):
+    """Which kinds of a tile's state to open."""
+
+    WEIGHT = auto()
+    OPTIMIZER = auto()
+    GRADIENT = auto()
+    STATE = WEIGHT | OPTIMIZER
+    ALL = WEIGHT | OPTIMIZER | GRADIENT
+
+
+@dataclass
+class OpenTile:
+    """Views of a tile's state, 1-D of the tile's length; None (or absent) for what was not opened.
+
+    The views belong to the opener until `TileIO.close` or `TileIO.write_back` is called.
+    """
+
+    tile: Tile
+    weight: torch.Tensor | None = None
+    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradient: torch.Tensor | None = None
+    staging: Buffer | None = None
+    lease: Lease | None = None
+    """Of the weight and optimizer objects that were paged in: what a write-back writes."""
+    extra: Lease | None = None
+    """Of a gradient that was paged in: read only."""
+    mirrors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """(device memory, staged copy) of homes on a device that the host cannot address."""
+
+
+class TileIO:
+    """Opens, closes and writes back tiles. Its coroutines run on the engine's loop."""
+
+    def __init__(self, store: TieredStore, staging: MemoryPool, device: Device) -> None:
+        self._store = store
+        self.staging = staging
+        self._device = device
+
+    async def open(self, group: GroupState, tile: Tile, parts: Parts, priority: Priority) -> OpenTile:
+        """Pages in what is not in memory and returns views of it all. Raises TierError when a read fails."""
+        wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
+        staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
+        opened = OpenTile(tile)
+        if staged:
+            opened.staging = await self.staging.acquire(sum(page_round(home.nbytes) for _, home in staged))
+        try:
+            places = self._lay_out([home for _, home in staged])
+            await self._page_in(opened, staged, places, priority)
+        except BaseException:
+            if opened.staging is not None:
+                self.staging.release(opened.staging)
+            raise
+        for kind, home in wanted:
+            self._bind(group, opened, kind, home, places.get(id(home)))
+        return opened
+
+    async def open_fresh(self, group: GroupState, tile: Tile, parts: Parts) -> OpenTile:
+        """Like `open`, but reads nothing: the opener fills every byte, then calls `store_fresh`."""
+        wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
+        staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
+        opened = OpenTile(tile)
+        if staged:
+            opened.staging = await self.staging.acquire(sum(page_round(home.nbytes) for _, home in staged))
+        places = self._lay_out([home for _, home in staged])
+        for kind, home in wanted:
+            self._bind(group, opened, kind, home, places.get(id(home)))
+        return opened
+
+    async def store_fresh(self, group: GroupState, opened: OpenTile, parts: Parts, priority: Priority) -> None:
+        """Writes a tile that `open_fresh` opened to its homes and closes it."""
+        wanted = [home for _, home in self._homes(opened.tile, parts) if home is not None]
+        staged = [home for home in wanted if not self._addressable(home)]
+        places = self._lay_out(staged)
+        try:
+            for home in staged:
+                assert opened.staging is not None
+                if _on_device(home):
+                    copy = opened.staging.view(torch.uint8, home.nbytes, places[id(home)])
+                    self._device.copy_in(home.tensor(torch.uint8, home.nbytes), copy, self._device.now()).synchronize()
+            files = [home for home in staged if not _on_device(home)]
+            if files:
+                assert opened.staging is not None
+                start, length = places[id(files[0])], sum(page_round(home.nbytes) for home in files)
+                await self._store.write([home.stored for home in files], opened.staging.memory(start, length), priority)
+        finally:
+            self._release(opened)
+
+    async def write_back(self, opened: OpenTile, priority: Priority = Priority.WRITE_BACK) -> None:
+        """Writes weight and optimizer state home where they were staged, then closes the tile."""
+        try:
+            for device_memory, copy in opened.mirrors:
+                event = self._device.copy_in(device_memory, copy, self._device.now())
+                event.synchronize()
+            if opened.lease is not None:
+                opened.lease.mark_dirty()
+                await self._store.page_out(opened.lease, priority)
+                opened.lease = None
+        finally:
+            # A failed write leaves the object DIRTY for good: the engine's failure ends the run.
+            self._release(opened)
+
+    def close(self, opened: OpenTile) -> None:
+        """Gives the staging buffer back without writing."""
+        if opened.lease is not None:
+            opened.lease.release()
+            opened.lease = None
+        self._release(opened)
+
+    def _release(self, opened: OpenTile) -> None:
+        if opened.extra is not None:
+            opened.extra.release()
+            opened.extra = None
+        opened.weight = opened.gradient = None
+        opened.optimizer.clear()
+        opened.mirrors.clear()
+        if opened.staging is not None:
+            staging, opened.staging = opened.staging, None
+            self.staging.release(staging)
+
+    def _addressable(self, home: Home) -> bool:
+        buffer = home.stored.buffer
+        return buffer is not None and (self._device.is_host or not _on_device(home))
+
+    @staticmethod
+    def _homes(tile: Tile, parts: Parts) -> list[tuple[Parts, Home | None]]:
+        homes = ((Parts.WEIGHT, tile.weight), (Parts.OPTIMIZER, tile.optimizer), (Parts.GRADIENT, tile.gradient))
+        return [(kind, home) for kind, home in homes if kind in parts]
+
+    @staticmethod
+    def _lay_out(homes: Sequence[Home]) -> dict[int, int]:
+        """Start of each home in the staging buffer, in bytes: one after another, each on its own pages."""
+        places: dict[int, int] = {}
+        reduce(lambda at, home: places.setdefault(id(home), at) + page_round(home.nbytes), homes, 0)
+        return places
+
+    async def _page_in(
+        self, opened: OpenTile, staged: Sequence[tuple[Parts, Home]], places: dict[int, int], priority: Priority
+    ) -> None:
+        state: list[Home] = []
+        reads = []
+        for kind, home in staged:
+            assert opened.staging is not None
+            if _on_device(home):
+                copy = opened.staging.view(torch.uint8, home.nbytes, places[id(home)])
+                source = home.tensor(torch.uint8, home.nbytes)
+                self._device.copy_out(copy, source, self._device.now()).synchronize()
+                if kind is not Parts.GRADIENT:
+                    opened.mirrors.append((source, copy))
+            elif kind is Parts.GRADIENT:
+                reads.append(self._read_gradient(opened, home, places[id(home)], priority))
+            else:
+                state.append(home)
+        if state:
+            reads.append(self._read_state(opened, state, places, priority))
+        await _all_or_first_error(reads)
+
+    async def _read_state(self, opened: OpenTile, homes: list[Home], places: dict[int, int], priority: Priority) -> None:
+        assert opened.staging is not None
+        start = places[id(homes[0])]
+        length = sum(page_round(home.nbytes) for home in homes)
+        # The homes of one tile lie one after another in the file and in the staging buffer: this is one request.
+        opened.lease = await self._store.page_in(
+            [home.stored for home in homes], opened.staging.memory(start, length), priority
+        )
+
+    async def _read_gradient(self, opened: OpenTile, home: Home, start: int, priority: Priority) -> None:
+        assert opened.staging is not None
+        memory = opened.staging.memory(start, page_round(home.nbytes))
+        opened.extra = await self._store.page_in([home.stored], memory, priority)
+
+    def _bind(self, group: GroupState, opened: OpenTile, kind: Parts, home: Home, place: int | None) -> None:
+        numel = opened.tile.span.numel
+
+        def view(dtype: torch.dtype, skip: int = 0) -> torch.Tensor:
+            if place is None:
+                return home.tensor(dtype, numel, skip)
+            assert opened.staging is not None
+            return opened.staging.view(dtype, numel, place + skip)
+
+        if kind is Parts.WEIGHT:
+            opened.weight = view(group.layout.dtype)
+        elif kind is Parts.GRADIENT:
+            opened.gradient = view(group.grad_dtype)
+        else:
+            assert group.fmt is not None
+            skip = 0
+            for segment in group.fmt.optimizer:
+                opened.optimizer[segment.name] = view(segment.dtype, skip)
+                skip += numel * segment.itemsize
+
+
+def _on_device(home: Home) -> bool:
+    return home.tier is Tier.DEVICE
+
+
+async def _all_or_first_error(coroutines: Sequence[object]) -> None:
+    """Waits for all, even when one fails: nothing may still be writing into a buffer that is given back."""
+    results = await asyncio.gather(*coroutines, return_exceptions=True)  # type: ignore[call-overload]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

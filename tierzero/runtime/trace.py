@@ -1,0 +1,61 @@
+"""The order in which units are used, learnt from one step and followed in the next.
+
+A trace is cyclic: the last access of a step is followed by the first of the next, so prefetch runs across the step boundary. An access that
+is not where the trace says is looked up ahead of the cursor (a skipped or repeated unit, an evaluation between steps); either
+way the step being run is recorded, and becomes the trace at its end if it differs and is as much as a whole training step.
+"""
+
+from __future__ import annotations
+
+
+class AccessTrace:
+    """Records accesses, by unit index, and foretells them. Repeated accesses to one unit in a row count once."""
+
+    def __init__(self) -> None:
+        self._trace: list[int] = []
+        self._recording: list[int] = []
+        self._cursor = 0
+        self.departures = 0
+        """Accesses of the current step that were not where the trace foretold them."""
+
+    def access(self, unit: int) -> None:
+        """Notes that ``unit`` is used now."""
+        if self._recording and self._recording[-1] == unit:
+            return
+        self._recording.append(unit)
+        if not self._trace:
+            return
+        if self._trace[self._cursor] == unit:
+            self._cursor = (self._cursor + 1) % len(self._trace)
+            return
+        self.departures += 1
+        found = self._find(unit)
+        if found is not None:
+            self._cursor = (found + 1) % len(self._trace)
+
+    def _find(self, unit: int) -> int | None:
+        size = len(self._trace)
+        return next((at % size for at in range(self._cursor, self._cursor + size) if self._trace[at % size] == unit), None)
+
+    def upcoming(self, count: int) -> list[int]:
+        """The next ``count`` different units after the cursor, nearest first."""
+        found: list[int] = []
+        for ahead in range(len(self._trace)):
+            unit = self._trace[(self._cursor + ahead) % len(self._trace)]
+            if unit not in found:
+                found.append(unit)
+                if len(found) == count:
+                    break
+        return found
+
+    def distance(self, unit: int) -> int:
+        """How many accesses away the next use of ``unit`` is; beyond the trace's length when it is not in it."""
+        size = len(self._trace)
+        ahead = (a for a in range(size) if self._trace[(self._cursor + a) % size] == unit)
+        return next(ahead, size + 1)
+
+    def end_step(self) -> None:
+        """Closes a training step: what was recorded becomes the trace, and the cursor returns to its start."""
+        if self._recording:
+            self._trace = self._recording
+        self._recording, self._cursor, self.departures = [], 0, 0
