@@ -2,7 +2,8 @@
 
 The sum has one value for given elements, whatever the number of threads, tiles or the machine: the elements are taken
 in blocks of ``BLOCK`` from the start of the fragment; within a block element ``k`` adds its square, exact in fp64, to
-lane ``k % LANES``; the lanes are added in order, then the blocks in order.
+lane ``k % LANES``; the upper half of the lanes is added to the lower half until one is left; then the blocks are added
+in order.
 """
 
 from __future__ import annotations
@@ -66,13 +67,12 @@ def warm_up(dst_dtype: torch.dtype, src_dtype: torch.dtype) -> None:
 
 
 def _run(function: Any, arrays: tuple[np.ndarray[Any, Any], ...], threads: int, executor: Executor | None) -> float:
-    from numba import types
+    from tierzero.optim import loops
 
-    from tierzero.optim import jit, loops
-
-    sums_type = types.Array(types.float64, 1, "C")
-    jit.compile_for(function, (*(jit.array_type(array.dtype) for array in arrays), sums_type))
-    jit.compile_for(loops.ordered_sum, (sums_type,))
+    key = (function, *(array.dtype for array in arrays))
+    if key not in _warm:
+        _compile(function, arrays)
+        _warm.add(key)
     blocks = -(-arrays[0].size // BLOCK)
     sums = np.empty(blocks)
     per_thread = max(1, -(-blocks // max(1, threads)))
@@ -90,6 +90,17 @@ def _run(function: Any, arrays: tuple[np.ndarray[Any, Any], ...], threads: int, 
         with ThreadPoolExecutor(len(starts) - 1) as pool:
             _fan_out(pool, work, starts)
     return float(loops.ordered_sum(sums))
+
+
+_warm: set[Any] = set()
+
+
+def _compile(function: Any, arrays: tuple[np.ndarray[Any, Any], ...]) -> None:
+    from tierzero.optim import jit, loops
+
+    sums = jit.array_type(np.dtype(np.float64))
+    jit.compile_for(function, (*(jit.array_type(array.dtype) for array in arrays), sums))
+    jit.compile_for(loops.ordered_sum, (sums,))
 
 
 def _fan_out(executor: Executor, work: Callable[[int], None], starts: range) -> None:

@@ -18,7 +18,7 @@ from tierzero.optim.jit import loop
 
 BLOCK = 4096
 """Elements whose squares are summed together; see ``gradient``."""
-LANES = 32
+LANES = 128
 """Partial sums within a block: element ``k`` of a block goes to lane ``k % LANES``."""
 
 
@@ -89,80 +89,78 @@ def adam_fp16(weight: Any, master: Any, m: Any, v: Any, grad: Any, scale: Any, s
         v[i] = v_i
 
 
+# Slices below, not offsets: for an index that may be negative, as any sum of two may, Numba adds a test to each access.
+
+
 @register_jitable
-def _lane_sum(lanes: Any) -> Any:
-    total = 0.0
-    for lane in range(LANES):
-        total += lanes[lane]
-        lanes[lane] = 0.0
-    return total
+def _add_squares(x: Any, lanes: Any) -> None:
+    for i in range(x.size):
+        value = np.float64(widen(x[i]))
+        lanes[i] += value * value
+
+
+@register_jitable
+def _block_sum(x: Any, lanes: Any) -> Any:
+    """Sum of squares of one block; ``lanes`` is scratch, float64[LANES]."""
+    lanes[:] = 0.0
+    for row in range(x.size // LANES):
+        _add_squares(x[row * LANES : (row + 1) * LANES], lanes)
+    _add_squares(x[x.size - x.size % LANES :], lanes)
+    width = LANES // 2
+    while width > 0:
+        for lane in range(width):
+            lanes[lane] += lanes[lane + width]
+        width //= 2
+    return lanes[0]
 
 
 @loop
 def sum_squares(x: Any, block_sums: Any) -> None:
     """Write the sum of squares of each block of ``x`` to ``block_sums`` (float64[ceil(n / BLOCK)])."""
-    lanes = np.zeros(LANES, np.float64)
+    lanes = np.empty(LANES, np.float64)
     for block in range(block_sums.size):
-        start = block * BLOCK
-        stop = min(start + BLOCK, x.size)
-        whole = stop - (stop - start) % LANES
-        for i in range(start, whole, LANES):
-            for lane in range(LANES):
-                value = np.float64(widen(x[i + lane]))
-                lanes[lane] += value * value
-        for i in range(whole, stop):
-            value = np.float64(widen(x[i]))
-            lanes[i - whole] += value * value
-        block_sums[block] = _lane_sum(lanes)
+        block_sums[block] = _block_sum(x[block * BLOCK : (block + 1) * BLOCK], lanes)
+
+
+# A block of dst stays in the first-level cache between storing and squaring: two plain loops, each vectorised, and still
+# one pass over memory.
+
+
+@register_jitable
+def _copy(dst: Any, src: Any) -> None:
+    for i in range(dst.size):
+        dst[i] = narrow(widen(src[i]), dst[i])
+
+
+@register_jitable
+def _add(dst: Any, src: Any) -> None:
+    for i in range(dst.size):
+        dst[i] = narrow(widen(dst[i]) + widen(src[i]), dst[i])
 
 
 @loop
 def copy_sum_squares(dst: Any, src: Any, block_sums: Any) -> None:
     """``dst = src`` in dst's dtype, and the sums of squares of the result as ``sum_squares`` gives them."""
-    lanes = np.zeros(LANES, np.float64)
+    lanes = np.empty(LANES, np.float64)
     for block in range(block_sums.size):
-        start = block * BLOCK
-        stop = min(start + BLOCK, dst.size)
-        whole = stop - (stop - start) % LANES
-        for i in range(start, whole, LANES):
-            for lane in range(LANES):
-                stored = narrow(widen(src[i + lane]), dst[i + lane])
-                dst[i + lane] = stored
-                value = np.float64(widen(stored))
-                lanes[lane] += value * value
-        for i in range(whole, stop):
-            stored = narrow(widen(src[i]), dst[i])
-            dst[i] = stored
-            value = np.float64(widen(stored))
-            lanes[i - whole] += value * value
-        block_sums[block] = _lane_sum(lanes)
+        part = dst[block * BLOCK : (block + 1) * BLOCK]
+        _copy(part, src[block * BLOCK : (block + 1) * BLOCK])
+        block_sums[block] = _block_sum(part, lanes)
 
 
 @loop
 def add_sum_squares(dst: Any, src: Any, block_sums: Any) -> None:
     """``dst = dst + src``, added in fp32 and rounded once, and the sums of squares of the result."""
-    lanes = np.zeros(LANES, np.float64)
+    lanes = np.empty(LANES, np.float64)
     for block in range(block_sums.size):
-        start = block * BLOCK
-        stop = min(start + BLOCK, dst.size)
-        whole = stop - (stop - start) % LANES
-        for i in range(start, whole, LANES):
-            for lane in range(LANES):
-                stored = narrow(widen(dst[i + lane]) + widen(src[i + lane]), dst[i + lane])
-                dst[i + lane] = stored
-                value = np.float64(widen(stored))
-                lanes[lane] += value * value
-        for i in range(whole, stop):
-            stored = narrow(widen(dst[i]) + widen(src[i]), dst[i])
-            dst[i] = stored
-            value = np.float64(widen(stored))
-            lanes[i - whole] += value * value
-        block_sums[block] = _lane_sum(lanes)
+        part = dst[block * BLOCK : (block + 1) * BLOCK]
+        _add(part, src[block * BLOCK : (block + 1) * BLOCK])
+        block_sums[block] = _block_sum(part, lanes)
 
 
 @loop
 def ordered_sum(values: Any) -> float:
-    """Sum of float64 values, first to last (Python's ``sum`` compensates from 3.12 on: it depends on the version)."""
+    """Sum of float64 values, first to last (Python's ``sum`` compensates from 3.12 on, not before)."""
     total = 0.0
     for i in range(values.size):
         total += values[i]
