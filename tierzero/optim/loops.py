@@ -122,8 +122,8 @@ def sum_squares(x: Any, block_sums: Any) -> None:
         block_sums[block] = _block_sum(x[block * BLOCK : (block + 1) * BLOCK], lanes)
 
 
-# A block of dst stays in the first-level cache between storing and squaring: two plain loops, each vectorised, and still
-# one pass over memory.
+# A block of dst stays in the first-level cache between storing and squaring: two plain loops, each vectorised, and
+# still one pass over memory.
 
 
 @register_jitable
