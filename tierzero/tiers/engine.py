@@ -166,7 +166,12 @@ class IoEngine:
         try:
             if threading.current_thread() is self._thread:
                 return self._start(guarded)
-            return self._schedule(_started(self._start, guarded)).result()
+            starting = _started(self._start, guarded)
+            try:
+                return self._schedule(starting).result()
+            except BaseException:
+                starting.close()
+                raise
         except BaseException:
             guarded.close()
             coro.close()
@@ -417,8 +422,12 @@ def _abandon(
     """
     if os.getpid() != pid:  # a forked child has no such threads
         return
-    for executor in (*lanes.values(), compute):
-        executor.shutdown(cancel_futures=True, timeout=_ABANDON_S)
+    executors = (*lanes.values(), compute)
+    for executor in executors:
+        executor.shutdown(wait=False, cancel_futures=True)
+    deadline = time.monotonic() + _ABANDON_S
+    for executor in executors:
+        executor.join(deadline)
     _stop(loop)
     if thread is not threading.current_thread():
         thread.join(_ABANDON_S)

@@ -6,6 +6,7 @@ import enum
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -95,8 +96,8 @@ class PriorityExecutor(Executor):
         """
         return _Ticket(self, request, next(self._sequence))
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout: float | None = None) -> None:
-        """Lets the threads end once nothing waits; ``wait`` joins them, each for at most ``timeout`` seconds."""
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Lets the threads end once nothing waits; ``wait`` joins them."""
         with self._ready:
             self._stopping = True
             dropped = [job for *_, job in self._heap if not job.taken] if cancel_futures else []
@@ -106,9 +107,13 @@ class PriorityExecutor(Executor):
         for job in dropped:
             job.future.cancel()
         if wait:
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join(timeout)
+            self.join()
+
+    def join(self, deadline: float | None = None) -> None:
+        """Waits for the threads to end, until ``deadline`` (of `time.monotonic`) at most."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _push(self, job: _Job, priority: Priority) -> Future[Any]:
         with self._ready:
