@@ -180,7 +180,7 @@ def test_an_error_says_what_where_and_how_far(engine: IoEngine, make_file: Files
 
 
 def test_memory_is_untouched_once_a_failed_transfer_has_ended(engine: IoEngine, make_file: Files) -> None:
-    """One piece fails at once, others are in flight: the error arrives after they have ended, and what waits is dropped."""
+    """One piece fails, others are in flight: the error arrives after they have ended; what waits is dropped."""
     file = make_file()
     running: set[int] = set()
     lock = threading.Lock()
