@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,21 +19,24 @@ from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import SlotState, slot_of
 from tierzero.sharding.units import UnitChoice
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def shard(
-    model: nn.Module,
+    model: M,
     config: Config | None = None,
     units: UnitChoice = None,
     mesh: DeviceMesh | None = None,
     init: Init = None,
-) -> nn.Module:
+) -> M:
     """Moves the model's parameters into the tiers, sharded over the ranks, and returns the same module.
 
-    ``units``: classes, class names or name patterns of the modules that are gathered together; None takes ``sharding.units``, and else the repeated
-    blocks. ``mesh``: a one-dimensional device mesh; None is the default process group if there is one, else this process alone. An empty
-    model (`empty_init`) is filled unit by unit: ``init=None`` calls each module's own ``reset_parameters()``, ``init=fn`` calls ``fn(module)`` as
-    ``nn.Module.apply`` would, a path streams a folder of safetensors files. Parameters become ``train.precision``, unless the model mixes dtypes: then each keeps its own.
-    On several ranks, rank 0's values count.
+    ``units``: classes, class names or name patterns of the modules that are gathered together; None takes
+    ``sharding.units``, and else the repeated blocks. ``mesh``: a one-dimensional device mesh; None is the default
+    process group if there is one, else this process alone. An empty model (`empty_init`) is filled unit by unit:
+    ``init=None`` calls each module's own ``reset_parameters()``, ``init=fn`` calls ``fn(module)`` as
+    ``nn.Module.apply`` would, a path streams a folder of safetensors files. Parameters become ``train.precision``,
+    unless the model mixes dtypes: then each keeps its own. On several ranks, rank 0's values count.
 
     Raises ConfigError or BudgetError before anything is allocated.
     """
@@ -45,8 +48,9 @@ def shard(
 def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, the parameters have their full values, to read or to change in place; changes are kept.
 
-    On several ranks every rank must enter with the same parameters and make the same changes. The full values are copies in memory that no budget counts:
-    enter with a few parameters at a time. Elements that are not changed keep their master weights to the last bit.
+    On several ranks every rank must enter with the same parameters and make the same changes. The full values are
+    copies in memory that no budget counts: enter with a few parameters at a time. Elements that are not changed keep
+    their master weights to the last bit.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     slots = list(dict.fromkeys(_slot(parameter) for parameter in tensors))
@@ -84,10 +88,12 @@ def _write_back(slots: list[SlotState]) -> None:
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-    """All parameters and persistent buffers, whole, in host memory, under the model's own names. Every rank must call it.
+    """All parameters and persistent buffers, whole, in host memory, under the model's own names. Every rank must call
+    it.
 
-    Weights are gathered one parameter at a time; the result as a whole must fit in memory (`save_checkpoint` and `export_safetensors` need not). With
-    ``rank0_only`` the other ranks get an empty dict. Tied parameters share one tensor.
+    Weights are gathered one parameter at a time; the result as a whole must fit in memory (`save_checkpoint` and
+    `export_safetensors` need not). With ``rank0_only`` the other ranks get an empty dict. Tied parameters share one
+    tensor.
     """
     runtime = runtime_of(model)
     runtime.require_open()
@@ -116,10 +122,11 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_state(parameter: nn.Parameter, kind: StateKind) -> torch.Tensor:
-    """One kind of a parameter's state, whole, in host memory: "weight", "master", "m", "v" or "gradient". Every rank must call it.
+    """One kind of a parameter's state, whole, in host memory: "weight", "master", "m", "v" or "gradient". Every rank
+    must call it.
 
-    "master", "m" and "v" are fp32; "gradient" is as accumulated, before clipping. Raises ConfigError for a tensor that is not a sharded
-    parameter and ValueError where there is no such state.
+    "master", "m" and "v" are fp32; "gradient" is as accumulated, before clipping. Raises ConfigError for a tensor
+    that is not a sharded parameter and ValueError where there is no such state.
     """
     slot = _slot(parameter)
     runtime = slot.owner
@@ -131,9 +138,10 @@ def read_state(parameter: nn.Parameter, kind: StateKind) -> torch.Tensor:
 def stats(model: nn.Module) -> dict[str, Any]:
     """Figures of a sharded model: bytes per tier now and at their peak, and traffic and stalls of the last step.
 
-    Keys: ``parameters`` (elements), ``state_bytes``, ``tier_bytes`` and ``peak_tier_bytes`` {device, host, nvme}, ``nvme_read_bytes``, ``nvme_write_bytes``,
-    ``comm_bytes`` {all_gather, reduce_scatter, all_reduce}, ``stall_s`` {nvme_read, nvme_write, gather, optimizer, host_budget}, ``placement`` (bytes of each kind of state per tier)
-    and ``prefetch``, ``tile`` (elements). All are this rank's.
+    Keys: ``parameters`` (elements), ``state_bytes``, ``tier_bytes`` and ``peak_tier_bytes`` {device, host, nvme},
+    ``nvme_read_bytes``, ``nvme_write_bytes``, ``comm_bytes`` {all_gather, reduce_scatter, all_reduce}, ``stall_s``
+    {nvme_read, nvme_write, gather, optimizer, host_budget}, ``placement`` (bytes of each kind of state per tier) and
+    ``prefetch``, ``tile`` (elements). All are this rank's.
     """
     runtime = runtime_of(model)
     placement: dict[str, dict[str, int]] = {}
@@ -156,7 +164,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def close(model: nn.Module) -> None:
-    """Ends a sharded model: background work stops, memory and tier files are given back. It cannot be used afterwards."""
+    """Ends a sharded model: background work stops, memory and tier files are given back. It cannot be used
+    afterwards.
+    """
     runtime_of(model).close()
 
 

@@ -13,7 +13,8 @@ from torch import nn
 def empty_init() -> Iterator[None]:
     """Inside, modules register their parameters without memory (on the meta device); buffers are built as usual.
 
-    ``tierzero.shard`` fills the model afterwards, one unit at a time. The parameter objects stay the same, so tied weights stay tied. Nesting is harmless.
+    ``tierzero.shard`` fills the model afterwards, one unit at a time. The parameter objects stay the same, so tied
+    weights stay tied. Nesting is harmless.
     """
     original = nn.Module.register_parameter
 

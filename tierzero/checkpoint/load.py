@@ -1,4 +1,5 @@
-"""Reading a checkpoint: everything is checked first; then each rank reads the extents that its shard needs, whatever world size wrote them."""
+"""Reading a checkpoint: everything is checked first; then each rank reads the extents that its shard needs, whatever
+world size wrote them."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ from tierzero.tiers import Priority
 
 
 def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]) -> Any:
-    """Takes weights, optimizer state, step counts, buffers and RNG state from the folder ``path``; returns what was saved as ``extra``. Every rank must call it.
+    """Takes weights, optimizer state, step counts, buffers and RNG state from the folder ``path``; returns what was
+    saved as ``extra``. Every rank must call it.
 
-    Works with another world size, placement or unit choice than the one saved. Every checksum is verified. Raises CheckpointError, naming file and
-    parameter, before anything is changed if the checkpoint is incomplete or does not fit the model; damage found while reading raises it as well (the model is then unusable).
+    Works with another world size, placement or unit choice than the one saved. Every checksum is verified. Raises
+    CheckpointError, naming file and parameter, before anything is changed if the checkpoint is incomplete or does not
+    fit the model; damage found while reading raises it as well (the model is then unusable).
     """
     runtime = runtime_of(model)
     runtime.require_open()
@@ -62,14 +65,20 @@ def _check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Pat
     missing, extra = sorted(slots.keys() - saved.keys()), sorted(saved.keys() - slots.keys())
     if missing or extra:
         what = f"lacks parameter {missing[0]!r}" if missing else f"has parameter {extra[0]!r}, which the model lacks"
-        raise CheckpointError(f"{folder}: {what} ({len(missing)} missing, {len(extra)} unknown); it is of another model")
+        raise CheckpointError(
+            f"{folder}: {what} ({len(missing)} missing, {len(extra)} unknown); it is of another model"
+        )
     for name, slot in slots.items():
         record = saved[name]
         dtype = str(slot.group.layout.dtype).removeprefix("torch.")
         if list(slot.slot.shape) != record["shape"]:
-            raise CheckpointError(f"{folder}: parameter {name!r} has shape {record['shape']}, the model's has {list(slot.slot.shape)}")
+            raise CheckpointError(
+                f"{folder}: parameter {name!r} has shape {record['shape']}, the model's has {list(slot.slot.shape)}"
+            )
         if dtype != record["dtype"]:
-            raise CheckpointError(f"{folder}: parameter {name!r} is {record['dtype']}, the model's is {dtype}; set train.precision alike")
+            raise CheckpointError(
+                f"{folder}: parameter {name!r} is {record['dtype']}, the model's is {dtype}; set train.precision alike"
+            )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any], folder: Path) -> None:
@@ -79,11 +88,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[
     names = _group_names(optimizer)
     if names != [group["parameters"] for group in groups]:
         sizes = ([len(group) for group in names], [len(group["parameters"]) for group in groups])
-        raise CheckpointError(f"{folder}: its optimizer has param groups of {sizes[1]} parameters, this one of {sizes[0]}, or with other members")
+        raise CheckpointError(
+            f"{folder}: its optimizer has param groups of {sizes[1]} parameters, this one of {sizes[0]}, or with other "
+            f"members"
+        )
 
 
 def _group_names(optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    return [[slot.name for slot in map(slot_of, group["params"]) if slot is not None] for group in optimizer.param_groups]
+    return [
+        [slot.name for slot in map(slot_of, group["params"]) if slot is not None] for group in optimizer.param_groups
+    ]
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any]) -> None:
@@ -141,7 +155,9 @@ class _Reader:
                         break
                     position = max(position, extent.stop)
                 if position < slot.slot.numel:
-                    raise CheckpointError(f"{self.folder}: {segment} of parameter {slot.name!r} is incomplete from element {position:,}")
+                    raise CheckpointError(
+                        f"{self.folder}: {segment} of parameter {slot.name!r} is incomplete from element {position:,}"
+                    )
 
     def read(self, parameter: str, segment: str, start: int, into: torch.Tensor) -> None:
         """Fills ``into`` with elements from ``start`` on."""
@@ -160,7 +176,8 @@ class _Reader:
         raw = rank.file.read(extent.nbytes)
         if len(raw) != extent.nbytes or xxhash.xxh3_64_hexdigest(raw) != extent.xxh3:
             raise CheckpointError(
-                f"{rank.path}: {extent.segment} of parameter {extent.parameter!r} at byte {extent.offset:,} does not match its checksum: the file is damaged"
+                f"{rank.path}: {extent.segment} of parameter {extent.parameter!r} at byte {extent.offset:,} does not "
+                f"match its checksum: the file is damaged"
             )
         os.posix_fadvise(rank.file.fileno(), extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
         self._last = (extent, raw)
@@ -205,5 +222,3 @@ def _restore_rng(runtime: Runtime, reader: _Reader) -> None:
     if "cuda" in state and runtime.device.torch_device.type == "cuda":
         cuda = torch.frombuffer(bytearray(base64.b64decode(state["cuda"])), dtype=torch.uint8)
         torch.cuda.set_rng_state(cuda, runtime.device.torch_device)
-
-

@@ -3,11 +3,13 @@
 A checkpoint is a folder::
 
     manifest.json        one JSON object, written last: format, parameters by name, optimizer, buffers, extra
-    rank-00000.json      the index of a rank's data: for each extent what it holds, where, and its checksum; the rank's RNG state
-    rank-00000.bin       the data: raw little-endian elements, each extent on its own 4096-byte boundary
+    rank-00000.json      the index of a rank's data: for each extent what it holds, where, and its checksum; the
+    rank's RNG state rank-00000.bin       the data: raw little-endian elements, each extent on its own 4096-byte
+    boundary
 
-An extent holds elements ``[start, stop)`` of one segment ("weight", "lo", "m", "v", "master") of one flattened parameter. Nothing refers to padding, tiles,
-units or ranks of the run that wrote it, so any world size and placement can read it. No pickle anywhere.
+An extent holds elements ``[start, stop)`` of one segment ("weight", "lo", "m", "v", "master") of one flattened
+parameter. Nothing refers to padding, tiles, units or ranks of the run that wrote it, so any world size and placement
+can read it. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements ``[start, stop)`` of ``segment`` of ``parameter``: ``nbytes`` at byte ``offset`` of the rank's data file; xxh3_64 as hex."""
+    """Elements ``[start, stop)`` of ``segment`` of ``parameter``: ``nbytes`` at byte ``offset`` of the rank's data
+    file; xxh3_64 as hex.
+    """
 
     parameter: str
     segment: str
@@ -80,7 +84,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / MANIFEST}: format is {manifest.get('format')!r}, not {FORMAT!r}")
     version = manifest.get("version")
     if not isinstance(version, int) or version > VERSION:
-        raise CheckpointError(f"{folder / MANIFEST}: version {version} is newer than this TierZero reads ({VERSION}); upgrade it")
+        raise CheckpointError(
+            f"{folder / MANIFEST}: version {version} is newer than this TierZero reads ({VERSION}); upgrade it"
+        )
     return manifest
 
 

@@ -14,7 +14,16 @@ import xxhash
 from torch import nn
 
 from tierzero.api import _persistent_buffers
-from tierzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Extent, ParameterRecord, rank_stem, record_as_json, write_json
+from tierzero.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    Extent,
+    ParameterRecord,
+    rank_stem,
+    record_as_json,
+    write_json,
+)
 from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, SlotState, Tile
@@ -23,12 +32,17 @@ from tierzero.tiers import PAGE, Priority, page_round
 
 
 def save_checkpoint(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str], extra: dict[str, Any] | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | os.PathLike[str],
+    extra: dict[str, Any] | None = None,
 ) -> None:
-    """Writes weights, optimizer state, buffers, RNG state and ``extra`` (anything JSON can hold) to the folder ``path``; every rank must call it.
+    """Writes weights, optimizer state, buffers, RNG state and ``extra`` (anything JSON can hold) to the folder
+    ``path``; every rank must call it.
 
-    The folder appears whole or not at all: data goes to a temporary neighbour, is flushed to the drive, and is renamed. An existing checkpoint at ``path`` is replaced at that
-    moment. Memory needed is a few tiles. Raises CheckpointError, on every rank, when any rank fails; what stood at ``path`` is then untouched.
+    The folder appears whole or not at all: data goes to a temporary neighbour, is flushed to the drive, and is
+    renamed. An existing checkpoint at ``path`` is replaced at that moment. Memory needed is a few tiles. Raises
+    CheckpointError, on every rank, when any rank fails; what stood at ``path`` is then untouched.
     """
     runtime = runtime_of(model)
     runtime.require_open()
@@ -51,7 +65,9 @@ def _check_extra(extra: dict[str, Any] | None) -> None:
 
 
 def _together(runtime: Runtime, target: Path, work: Any) -> None:
-    """Runs ``work`` and lets every rank know whether all succeeded: none goes on, or waits for ever, after another's failure."""
+    """Runs ``work`` and lets every rank know whether all succeeded: none goes on, or waits for ever, after another's
+    failure.
+    """
     failure: Exception | None = None
     try:
         work()
@@ -89,7 +105,11 @@ def _write_rank(runtime: Runtime, model: nn.Module, staging: Path) -> None:
             for name, buffer in _persistent_buffers(model):
                 writer.add(name, "buffer", 0, buffer.detach().cpu().contiguous().reshape(-1))
         writer.finish()
-    index = {"extents": [record_as_json(extent) for extent in writer.extents], "rng": _rng_state(runtime), "nbytes": writer.position}
+    index = {
+        "extents": [record_as_json(extent) for extent in writer.extents],
+        "rng": _rng_state(runtime),
+        "nbytes": writer.position,
+    }
     write_json(staging / f"{stem}.json", index)
     _sync(staging / f"{stem}.json")
 
@@ -104,11 +124,13 @@ class _Writer:
         self.extents: list[Extent] = []
 
     def add(self, parameter: str, segment: str, start: int, values: torch.Tensor) -> None:
-        raw = memoryview(values.view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
+        raw: memoryview = values.view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
         self._file.write(raw)
         self._file.write(bytes(page_round(raw.nbytes) - raw.nbytes))
         digest = xxhash.xxh3_64_hexdigest(raw)
-        self.extents.append(Extent(parameter, segment, start, start + values.numel(), self.position, raw.nbytes, digest))
+        self.extents.append(
+            Extent(parameter, segment, start, start + values.numel(), self.position, raw.nbytes, digest)
+        )
         self.position += page_round(raw.nbytes)
         if self.position - self._synced >= 64 << 20:
             self._let_go()
@@ -144,7 +166,9 @@ def segments_of(opened: OpenTile) -> list[tuple[str, torch.Tensor]]:
 
 
 def tile_pieces(group: GroupState, tile: Tile) -> Iterator[tuple[SlotState, int, slice]]:
-    """For each parameter in the tile: its slot, the first element of it that lies here, and where in the tile that is."""
+    """For each parameter in the tile: its slot, the first element of it that lies here, and where in the tile that
+    is.
+    """
     for slot in group.slots:
         fragment = slot.fragment
         if fragment is None:
@@ -152,7 +176,11 @@ def tile_pieces(group: GroupState, tile: Tile) -> Iterator[tuple[SlotState, int,
         start = max(fragment.shard_offset, tile.span.start)
         stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
         if start < stop:
-            yield slot, fragment.start + start - fragment.shard_offset, slice(start - tile.span.start, stop - tile.span.start)
+            yield (
+                slot,
+                fragment.start + start - fragment.shard_offset,
+                slice(start - tile.span.start, stop - tile.span.start),
+            )
 
 
 def _rng_state(runtime: Runtime) -> dict[str, str]:
@@ -164,7 +192,12 @@ def _rng_state(runtime: Runtime) -> dict[str, str]:
 
 
 def _seal(
-    runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | None, target: Path, staging: Path, extra: dict[str, Any] | None
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    target: Path,
+    staging: Path,
+    extra: dict[str, Any] | None,
 ) -> None:
     if runtime.world.rank != 0:
         return
@@ -186,12 +219,19 @@ def _manifest(
     records = {
         slot.name: record_as_json(
             ParameterRecord(
-                list(slot.slot.names), list(slot.slot.shape), str(slot.group.layout.dtype).removeprefix("torch."), slot.group.layout.trainable, slot.step
+                list(slot.slot.names),
+                list(slot.slot.shape),
+                str(slot.group.layout.dtype).removeprefix("torch."),
+                slot.group.layout.trainable,
+                slot.step,
             )
         )
         for slot in runtime.slots()
     }
-    buffers = {name: {"shape": list(b.shape), "dtype": str(b.dtype).removeprefix("torch.")} for name, b in _persistent_buffers(model)}
+    buffers = {
+        name: {"shape": list(b.shape), "dtype": str(b.dtype).removeprefix("torch.")}
+        for name, b in _persistent_buffers(model)
+    }
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -212,7 +252,11 @@ def _optimizer_groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str,
 
     groups = []
     for group in optimizer.param_groups:
-        values = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in group.items() if key != "params"}
+        values = {
+            key: float(value) if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
         names = [slot.name for slot in map(slot_of, group["params"]) if slot is not None]
         groups.append({"hyperparameters": values, "parameters": names})
     return groups

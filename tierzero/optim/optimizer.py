@@ -29,7 +29,9 @@ class _Adam(torch.optim.Optimizer):
             if name not in ("foreach", "fused", "capturable", "differentiable", "amsgrad", "maximize"):
                 raise TypeError(f"{type(self).__name__} has no argument {name!r}")
             if value and name not in ("foreach", "fused"):
-                raise ConfigError(f"{type(self).__name__}({name}=True) is not supported; leave it out or use torch.optim")
+                raise ConfigError(
+                    f"{type(self).__name__}({name}=True) is not supported; leave it out or use torch.optim"
+                )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _check("the arguments", defaults, self.decoupled)
         self._slot_groups: dict[OwnedParameter, int] = {}
@@ -56,14 +58,16 @@ class _Adam(torch.optim.Optimizer):
             slot = owned(parameter)
             if slot is None:
                 raise ConfigError(
-                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} does not belong to a model sharded with "
+                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} does not belong to a "
+                    "model sharded with "
                     "tierzero.shard; shard the model first, or use torch.optim for it"
                 )
             self._slot_groups[slot] = len(self.param_groups) - 1
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Fixes this step's update: hyperparameters, clip factor, gradients. The tiles are updated as ``optimizer.overlap`` says;
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Fixes this step's update: hyperparameters, clip factor, gradients. The tiles are updated as
+        ``optimizer.overlap`` says;
         whatever reads the weights sees the updated values. Returns the closure's loss, if one is given."""
         loss = None
         if closure is not None:
@@ -79,7 +83,9 @@ class _Adam(torch.optim.Optimizer):
             owner.zero_grad(self._owned_by(owner))
 
     def state_dict(self) -> dict[str, Any]:
-        """Hyperparameters and step counts. Moments and master weights live in the tiers: `tierzero.save_checkpoint` keeps those."""
+        """Hyperparameters and step counts. Moments and master weights live in the tiers: `tierzero.save_checkpoint`
+        keeps those.
+        """
         groups = []
         index = 0
         for group in self.param_groups:
@@ -96,7 +102,8 @@ class _Adam(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
             raise ConfigError(
-                f"optimizer state has param groups of {[len(g['params']) for g in saved]} parameters, the optimizer of {sizes}; "
+                f"optimizer state has param groups of {[len(g['params']) for g in saved]} parameters, the optimizer "
+                f"of {sizes}; "
                 "build it with the same groups"
             )
         for group, values in zip(self.param_groups, saved, strict=True):
@@ -116,7 +123,12 @@ class _Adam(torch.optim.Optimizer):
         group = self.param_groups[index]
         beta1, beta2 = group["betas"]
         return GroupHyper(
-            float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]), self.decoupled
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            self.decoupled,
         )
 
     def _owners(self) -> list[StepOwner]:
@@ -129,8 +141,9 @@ class _Adam(torch.optim.Optimizer):
 class AdamW(_Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) over the parameters of a sharded model.
 
-    Arguments, defaults of ``betas`` and ``eps``, and results are those of ``torch.optim.AdamW``; state is fp32 whatever the weights are. ``lr`` and the
-    others are read from ``param_groups`` at every step, so that ``torch.optim.lr_scheduler`` works as usual.
+    Arguments, defaults of ``betas`` and ``eps``, and results are those of ``torch.optim.AdamW``; state is fp32
+    whatever the weights are. ``lr`` and the others are read from ``param_groups`` at every step, so that
+    ``torch.optim.lr_scheduler`` works as usual.
     """
 
     decoupled = True
@@ -157,7 +170,12 @@ def _check(where: str, values: dict[str, Any], decoupled: bool) -> None:
     beta1, beta2 = values["betas"]
     try:
         hyper = GroupHyper(
-            float(values["lr"]), float(beta1), float(beta2), float(values["eps"]), float(values["weight_decay"]), decoupled
+            float(values["lr"]),
+            float(beta1),
+            float(beta2),
+            float(values["eps"]),
+            float(values["weight_decay"]),
+            decoupled,
         )
         hyper.at(1)
     except ConfigError as error:

@@ -23,7 +23,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def read_full(runtime: Runtime, slot: SlotState, kind: StateKind) -> torch.Tensor:
     """One kind of state of one parameter, whole, in host memory. On several ranks every rank must call it.
 
-    "weight" and "gradient" have their stored dtype, "master", "m" and "v" fp32. Raises ValueError where the parameter has no such state.
+    "weight" and "gradient" have their stored dtype, "master", "m" and "v" fp32. Raises ValueError where the parameter
+    has no such state.
     """
     group = slot.group
     if kind != "weight" and group.fmt is None:
@@ -45,7 +46,8 @@ def read_full(runtime: Runtime, slot: SlotState, kind: StateKind) -> torch.Tenso
 
 
 def write_changed(runtime: Runtime, slot: SlotState, values: torch.Tensor) -> bool:
-    """Sets the elements of the weight that differ from ``values`` (host memory, the weight's dtype); the others keep their master to the last bit.
+    """Sets the elements of the weight that differ from ``values`` (host memory, the weight's dtype); the others keep
+    their master to the last bit.
 
     Returns whether anything on this rank differed.
     """
@@ -81,13 +83,18 @@ def _take(group: GroupState, opened: OpenTile, kind: StateKind, inside: slice) -
         assert opened.gradient is not None
         return opened.gradient[inside]
     if kind == "master":
-        assert opened.weight is not None and group.fmt is not None
-        return load_master(group.fmt, opened.weight[inside], {name: part[inside] for name, part in opened.optimizer.items()})
+        assert opened.weight is not None
+        assert group.fmt is not None
+        return load_master(
+            group.fmt, opened.weight[inside], {name: part[inside] for name, part in opened.optimizer.items()}
+        )
     return opened.optimizer[kind][inside]
 
 
 def _visit(runtime: Runtime, slot: SlotState, parts: Parts, act: Callable[[OpenTile, slice, slice], bool]) -> None:
-    """Opens each tile that holds a part of the parameter; ``act(opened, elements of the tile, elements of the parameter)`` says whether to write it back."""
+    """Opens each tile that holds a part of the parameter; ``act(opened, elements of the tile, elements of the
+    parameter)`` says whether to write it back.
+    """
     fragment = slot.fragment
     if fragment is None:
         return
@@ -97,7 +104,9 @@ def _visit(runtime: Runtime, slot: SlotState, parts: Parts, act: Callable[[OpenT
         if start < stop:
             inside = slice(start - tile.span.start, stop - tile.span.start)
             first = fragment.start + start - fragment.shard_offset
-            runtime.engine.run(_visit_tile(runtime, slot.group, tile, parts, act, inside, slice(first, first + stop - start)))
+            runtime.engine.run(
+                _visit_tile(runtime, slot.group, tile, parts, act, inside, slice(first, first + stop - start))
+            )
 
 
 async def _visit_tile(

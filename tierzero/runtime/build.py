@@ -1,4 +1,5 @@
-"""From a module and a configuration to a running `Runtime`: everything is checked and planned before anything is allocated."""
+"""From a module and a configuration to a running `Runtime`: everything is checked and planned before anything is
+allocated."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tierzero.errors import ConfigError
 from tierzero.optim.formats import StateFormat, state_format
 from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
-from tierzero.planner.memory_plan import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest, TileHomes, plan_memory
+from tierzero.planner.memory_plan import plan_memory
+from tierzero.planner.shape import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest, TileHomes
 from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit
 from tierzero.runtime.forward import install_forward
@@ -91,25 +93,34 @@ def _check_model(model: nn.Module, init: Init) -> None:
         if parameter.dtype.is_complex:
             raise ConfigError(f"shard: parameter {name!r} is {parameter.dtype}; complex parameters are not supported")
         if parameter.requires_grad and parameter.dtype not in _DTYPES.values():
-            raise ConfigError(f"shard: parameter {name!r} is {parameter.dtype} and trainable; use bfloat16, float16 or float32, or freeze it")
+            raise ConfigError(
+                f"shard: parameter {name!r} is {parameter.dtype} and trainable; use bfloat16, float16 or float32, or "
+                f"freeze it"
+            )
     check_fillable(model, init)
 
 
 def _world(mesh: DeviceMesh | None) -> World:
     if mesh is not None:
         if mesh.ndim != 1:
-            raise ConfigError(f"shard: mesh has {mesh.ndim} dimensions; pass a mesh of one dimension, the ranks to shard over")
+            raise ConfigError(
+                f"shard: mesh has {mesh.ndim} dimensions; pass a mesh of one dimension, the ranks to shard over"
+            )
         group = mesh.get_group()
     elif dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
+        group = dist.distributed_c10d._get_default_group()
     else:
         return World()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)), group)
+    return World(
+        rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)), group
+    )
 
 
 def _conversion(model: nn.Module, config: Config) -> torch.dtype | None:
-    """The dtype that the model's parameters are converted to: train.precision, unless the model itself mixes dtypes, which it keeps."""
+    """The dtype that the model's parameters are converted to: train.precision, unless the model itself mixes dtypes,
+    which it keeps.
+    """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
     return _DTYPES[config.train.precision] if len(dtypes) == 1 else None
 
@@ -137,12 +148,22 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
     )
     placement, tiers = config.placement, config.tiers
     request = PlanRequest(
-        placement.params, placement.optimizer, placement.gradients, tiers.tile, tiers.prefetch, not config.sharding.reshard_after_forward
+        placement.params,
+        placement.optimizer,
+        placement.gradients,
+        tiers.tile,
+        tiers.prefetch,
+        keep_gathered=not config.sharding.reshard_after_forward,
+        reduced=world.size > 1,
     )
     host_free = int(psutil.virtual_memory().available * _FREE_SHARE) // world.local_size
     device_free = host_free
     if not device.is_host:
-        device_free = int(torch.cuda.mem_get_info(device.torch_device)[0] * _FREE_SHARE) if device.torch_device.type == "cuda" else host_free
+        device_free = (
+            int(torch.cuda.mem_get_info(device.torch_device)[0] * _FREE_SHARE)
+            if device.torch_device.type == "cuda"
+            else host_free
+        )
     budgets = Budgets(
         tiers.device,
         tiers.host // world.local_size if tiers.host is not None else None,
@@ -161,7 +182,7 @@ def _assemble(
     pools = {
         "device": MemoryPool(Tier.DEVICE, plan.device_state, device.device_allocator(), poison=poison),
         "arena": MemoryPool(Tier.DEVICE, plan.arena, device.device_allocator(), poison=poison),
-        "buckets": MemoryPool(Tier.DEVICE, plan.buckets, device.device_allocator(), poison=poison),
+        "buckets": MemoryPool(Tier.DEVICE, plan.bucket_limit, device.device_allocator(), poison=poison),
         "host": MemoryPool(Tier.HOST, plan.host, device.host_allocator(), poison=poison),
     }
     store = TieredStore(
@@ -200,8 +221,11 @@ def _declare(
     return units
 
 
-def _declare_tiles(name: str, group: GroupState, homes: Sequence[TileHomes], tile: int, store: TieredStore) -> tuple[Tile, ...]:
-    """Weights or gradients that lie in one tier of memory are one object, so that the shard is one tensor; all else is an object per tile.
+def _declare_tiles(
+    name: str, group: GroupState, homes: Sequence[TileHomes], tile: int, store: TieredStore
+) -> tuple[Tile, ...]:
+    """Weights or gradients that lie in one tier of memory are one object, so that the shard is one tensor; all else
+    is an object per tile.
 
     The objects of a tile are added together, weights first: on NVMe a tile's state is then one extent.
     """

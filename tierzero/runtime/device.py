@@ -1,13 +1,16 @@
 """The surface through which the runtime sees a compute device: memory, copies between host and device, and their order.
 
-Three implementations share it: `CpuDevice`, where the device tier is host memory and everything is in order by itself, `CudaDevice`
-(ROCm builds alike), and the tests' fake device, which delays copies and poisons freed memory to expose missing ordering.
+Three implementations share it: `CpuDevice`, where the device tier is host memory and everything is in order by
+itself, `CudaDevice` (ROCm builds alike), and the tests' fake device, which delays copies and poisons freed memory to
+expose missing ordering.
 
 Ordering rules, for all of them:
 
-- ``copy_in(dst, src, after)`` starts once ``after`` (an event on the compute stream) has passed, and returns an event. Compute that reads
+- ``copy_in(dst, src, after)`` starts once ``after`` (an event on the compute stream) has passed, and returns an
+event. Compute that reads
   ``dst`` calls ``wait(event)`` first; the host may reuse ``src`` only after ``event.synchronize()``.
-- ``copy_out(dst, src, after)`` is the same towards the host; the host reads ``dst`` only after ``event.synchronize()``, and ``src``
+- ``copy_out(dst, src, after)`` is the same towards the host; the host reads ``dst`` only after
+``event.synchronize()``, and ``src``
   may be overwritten by compute only after ``wait(event)``.
 """
 
@@ -38,7 +41,9 @@ class Allocator(Protocol):
 
 
 class Device(Protocol):
-    """What the runtime needs of a compute device. ``is_host``: its memory is host memory, so nothing need be copied to it."""
+    """What the runtime needs of a compute device. ``is_host``: its memory is host memory, so nothing need be copied
+    to it.
+    """
 
     torch_device: torch.device
     is_host: bool
@@ -101,7 +106,9 @@ class CpuDevice:
 
 
 class CudaAllocator:
-    """Device memory from PyTorch's caching allocator, so that the model's activations and the tiers share one pool of it."""
+    """Device memory from PyTorch's caching allocator, so that the model's activations and the tiers share one pool of
+    it.
+    """
 
     addressable = False
 

@@ -1,4 +1,5 @@
-"""First contents of the tiers, unit by unit: from a built model, from modules that initialise themselves, or from safetensors files.
+"""First contents of the tiers, unit by unit: from a built model, from modules that initialise themselves, or from
+safetensors files.
 
 Never more than one unit's full weights exist at a time, and each rank keeps only its shard of them.
 """
@@ -37,7 +38,8 @@ def check_fillable(model: nn.Module, init: Init) -> None:
         owns = [child for child, parameter in module.named_parameters(recurse=False) if parameter.is_meta]
         if owns and _own_reset(module) is None:
             raise ConfigError(
-                f"module {name or '(root)'!r} ({type(module).__name__}) has the empty parameter {owns[0]!r} and no reset_parameters(); "
+                f"module {name or '(root)'!r} ({type(module).__name__}) has the empty parameter {owns[0]!r} and no "
+                "reset_parameters(); "
                 "pass init=fn(module) or init='folder of safetensors' to tierzero.shard"
             )
 
@@ -76,10 +78,14 @@ class SafetensorsFolder:
         for names, parameter in _named_parameters(model):
             name = self._known(names)
             if name is None:
-                raise ConfigError(f"init: {self._folder} has no tensor {names[0]!r}; it must hold every parameter of the model")
+                raise ConfigError(
+                    f"init: {self._folder} has no tensor {names[0]!r}; it must hold every parameter of the model"
+                )
             shape = self._shape(name)
             if shape != tuple(parameter.shape):
-                raise ConfigError(f"init: {name!r} in {self._folder} has shape {shape}, the model's has {tuple(parameter.shape)}")
+                raise ConfigError(
+                    f"init: {name!r} in {self._folder} has shape {shape}, the model's has {tuple(parameter.shape)}"
+                )
 
     def _known(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in self._file_of), None)
@@ -129,7 +135,8 @@ def fill_unit(runtime: Runtime, unit: UnitState, init: Init, folder: Safetensors
 
 
 def _materialize(unit: UnitState, init: Init) -> None:
-    """Allocates the unit's empty parameters and lets its modules fill them. One module's parameters may belong to another unit (a tied weight);
+    """Allocates the unit's empty parameters and lets its modules fill them. One module's parameters may belong to
+    another unit (a tied weight);
     those that already have values keep them."""
     empty = [slot for slot in unit.all_slots() if slot.parameter.is_meta]
     for slot in empty:
@@ -164,28 +171,35 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     return visit(module)
 
 
-def _sources(runtime: Runtime, group: GroupState, folder: SafetensorsFolder | None) -> list[tuple[SlotState, torch.Tensor]]:
+def _sources(
+    runtime: Runtime, group: GroupState, folder: SafetensorsFolder | None
+) -> list[tuple[SlotState, torch.Tensor]]:
     """Each parameter that this rank holds a part of, with its full values in host memory, flattened."""
     sources = []
     for slot in group.slots:
         values = folder.load(slot.slot.names) if folder is not None else slot.parameter.detach()
         flat = values.reshape(-1).cpu()
         if runtime.collectives is not None and folder is None:
-            # Whatever each rank's generator gave, rank 0's weights count. A copy, in case the caller's tensor is shared.
+            # Whatever each rank's generator gave, rank 0's weights count. A copy, in case the caller's tensor is
+            # shared.
             flat = flat.contiguous()
             runtime.collectives.broadcast(flat)
         sources.append((slot, flat))
     return sources
 
 
-async def _fill_tile(runtime: Runtime, group: GroupState, tile: Tile, sources: list[tuple[SlotState, torch.Tensor]]) -> None:
+async def _fill_tile(
+    runtime: Runtime, group: GroupState, tile: Tile, sources: list[tuple[SlotState, torch.Tensor]]
+) -> None:
     parts = Parts.STATE if group.fmt is not None else Parts.WEIGHT
     opened = await runtime.tile_io.open_fresh(group, tile, parts)
     await runtime.engine.call(_write_values, group, tile, opened, sources)
     await runtime.tile_io.store_fresh(group, opened, parts, Priority.DEMAND)
 
 
-def _write_values(group: GroupState, tile: Tile, opened: OpenTile, sources: list[tuple[SlotState, torch.Tensor]]) -> None:
+def _write_values(
+    group: GroupState, tile: Tile, opened: OpenTile, sources: list[tuple[SlotState, torch.Tensor]]
+) -> None:
     assert opened.weight is not None
     opened.weight.zero_()
     for part in opened.optimizer.values():
@@ -204,4 +218,9 @@ def _write_values(group: GroupState, tile: Tile, opened: OpenTile, sources: list
         if group.fmt is None:
             opened.weight[inside].copy_(piece)
         else:
-            store_master(group.fmt, piece.float().contiguous(), opened.weight[inside], {name: p[inside] for name, p in opened.optimizer.items()})
+            store_master(
+                group.fmt,
+                piece.float().contiguous(),
+                opened.weight[inside],
+                {name: p[inside] for name, p in opened.optimizer.items()},
+            )

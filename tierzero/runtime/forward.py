@@ -1,7 +1,9 @@
-"""A unit in use: its parameters resident during the forward, its weights saved for backward as handles instead of tensors.
+"""A unit in use: its parameters resident during the forward, its weights saved for backward as handles instead of
+tensors.
 
-A handle says where in the unit's gathered buffer a saved tensor lies (a linear layer saves a transposed *view* of its weight, so a name would not
-do). It is resolved when the backward asks for it, by fetching the unit again; the gathered buffer itself can be reused at once.
+A handle says where in the unit's gathered buffer a saved tensor lies (a linear layer saves a transposed *view* of its
+weight, so a name would not do). It is resolved when the backward asks for it, by fetching the unit again; the
+gathered buffer itself can be reused at once.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class SavedWeights:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Only the innermost hooks are called by autograd, so tensors that are not weights are passed on to the hooks around."""
+        """Only the innermost hooks are called by autograd, so tensors that are not weights are passed on to the hooks
+        around.
+        """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is not None and isinstance(outer[0], functools.partial) and outer[0].func == self._pack:
             outer = outer[0].args[0]
@@ -73,7 +77,9 @@ class SavedWeights:
         if gathered is None:
             return None
         offset = tensor.data_ptr() - gathered.flat.data_ptr()
-        return WeightHandle(gathered.group, gathered.group.version, tensor.dtype, offset, tensor.size(), tensor.stride())
+        return WeightHandle(
+            gathered.group, gathered.group.version, tensor.dtype, offset, tensor.size(), tensor.stride()
+        )
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, WeightHandle):
@@ -121,7 +127,9 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
 
 
 def install_forward(runtime: Runtime, unit: UnitState, recompute: bool, compile_inner: bool) -> None:
-    """Replaces the module's forward by one that pages the unit in; ``recompute`` keeps only the unit's inputs for the backward."""
+    """Replaces the module's forward by one that pages the unit in; ``recompute`` keeps only the unit's inputs for the
+    backward.
+    """
     original: Callable[..., Any] = unit.module.forward
     inner = torch.compile(original) if compile_inner else original
     is_root = unit.index == 0

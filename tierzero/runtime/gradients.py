@@ -1,12 +1,14 @@
-"""From `AccumulateGrad` to the gradient shard: collected per unit, reduced over the ranks, accumulated into their home tier.
+"""From `AccumulateGrad` to the gradient shard: collected per unit, reduced over the ranks, accumulated into their
+home tier.
 
-A parameter's full gradient is taken from it the moment autograd has completed it. On one rank with the shard in host memory it is added straight to
-the shard. Otherwise the unit's gradients are collected in a *bucket* (the unit's flat buffer); once all have arrived, or the backward is over, the
-bucket is reduced and put away. The sum of squares that clipping needs is taken in the same pass, over each parameter's fragment as a whole, so that it
-does not depend on tiles or tiers.
+A parameter's full gradient is taken from it the moment autograd has completed it. On one rank with the shard in host
+memory it is added straight to the shard. Otherwise the unit's gradients are collected in a *bucket* (the unit's flat
+buffer); once all have arrived, or the backward is over, the bucket is reduced and put away. The sum of squares that
+clipping needs is taken in the same pass, over each parameter's fragment as a whole, so that it does not depend on
+tiles or tiers.
 
-With several ranks the buckets are reduced in one fixed order on every rank (last unit first), because collectives must match; a unit that a rank did not use
-contributes zeros if another rank used it, and stays untouched if none did.
+With several ranks the buckets are reduced in one fixed order on every rank (last unit first), because collectives
+must match; a unit that a rank did not use contributes zeros if another rank used it, and stays untouched if none did.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from tierzero.tiers import Buffer, IoEngine, MemoryPool, Priority, Tier, TieredS
 
 @dataclass
 class _Bucket:
-    """Gradients of one group on their way; the training thread owns it until it is dispatched, then the lane or the engine."""
+    """Gradients of one group on their way; the training thread owns it until it is dispatched, then the lane or the
+    engine.
+    """
 
     group: GroupState
     buffer: Buffer
@@ -56,7 +60,8 @@ class _UnitArrivals:
 
 
 class Gradients:
-    """Receives the gradients of all units. ``on_unit_complete`` is called on the training thread when a unit's gradients of this backward are
+    """Receives the gradients of all units. ``on_unit_complete`` is called on the training thread when a unit's
+    gradients of this backward are
     on their way home (with the future of their arrival, or None when they are there)."""
 
     def __init__(
@@ -78,7 +83,9 @@ class Gradients:
         self._collectives = collectives
         self._pool = buckets
         self._stalls = stalls
-        self._arrivals = [_UnitArrivals(sum(group.layout.trainable for group in u.groups for _ in group.slots)) for u in units]
+        self._arrivals = [
+            _UnitArrivals(sum(group.layout.trainable for group in u.groups for _ in group.slots)) for u in units
+        ]
         self._in_flight: dict[int, Future[None]] = {}
         self._order = [unit.index for unit in reversed(units) if self._arrivals[unit.index].expected]
         self._next = 0
@@ -149,7 +156,8 @@ class Gradients:
                 self._settle(next(iter(self._in_flight)))
             elif not self._spill(group.unit):
                 raise BudgetError(
-                    f"tiers.device: {nbytes:,} bytes for the gradients of unit {group.unit.title!r} do not fit in the {self._pool.capacity:,} "
+                    f"tiers.device: {nbytes:,} bytes for the gradients of unit {group.unit.title!r} do not fit in "
+                    f"the {self._pool.capacity:,} "
                     "bytes for gradients on their way; raise tiers.device or choose smaller units",
                     nbytes,
                 )
@@ -300,7 +308,11 @@ class Gradients:
         whole = self._whole[id(group)]
         shard = self._shard(bucket)
         fragments = {fragment.slot.index: fragment for fragment in group.layout.fragments(group.part)}
-        mine = [(arrival, fragments[arrival.slot.slot.index]) for arrival in arrivals if arrival.slot.slot.index in fragments]
+        mine = [
+            (arrival, fragments[arrival.slot.slot.index])
+            for arrival in arrivals
+            if arrival.slot.slot.index in fragments
+        ]
         if whole is not None and self._device.is_host:
             for arrival, fragment in mine:
                 target = _cut(whole, fragment)
@@ -313,9 +325,15 @@ class Gradients:
         await asyncio.gather(*(self._store_tile(bucket, tile, shard) for tile in group.tiles))
 
     async def _merge_old(
-        self, group: GroupState, shard: torch.Tensor, mine: list[tuple[_Arrival, Fragment]], fragments: dict[int, Fragment]
+        self,
+        group: GroupState,
+        shard: torch.Tensor,
+        mine: list[tuple[_Arrival, Fragment]],
+        fragments: dict[int, Fragment],
     ) -> None:
-        """Adds what the home already holds to the shard: to arrived gradients that accumulate, and as it is where nothing arrived."""
+        """Adds what the home already holds to the shard: to arrived gradients that accumulate, and as it is where
+        nothing arrived.
+        """
         arrived = {arrival.slot.slot.index: arrival for arrival, _ in mine}
         kept: list[tuple[Fragment, bool]] = []
         for slot in group.slots:
@@ -330,9 +348,14 @@ class Gradients:
             assert opened.gradient is not None
             old = opened.gradient.to(shard.device)
             for fragment, overwrite in kept:
-                start, stop = max(fragment.shard_offset, tile.span.start), min(fragment.shard_offset + fragment.numel, tile.span.stop)
+                start, stop = (
+                    max(fragment.shard_offset, tile.span.start),
+                    min(fragment.shard_offset + fragment.numel, tile.span.stop),
+                )
                 if start < stop:
-                    await self._engine.call(_accumulate, shard[start:stop], old[start - tile.span.start : stop - tile.span.start], overwrite)
+                    await self._engine.call(
+                        _accumulate, shard[start:stop], old[start - tile.span.start : stop - tile.span.start], overwrite
+                    )
             self._tile_io.close(opened)
 
     async def _store_tile(self, bucket: _Bucket, tile: Tile, shard: torch.Tensor) -> None:
@@ -384,7 +407,9 @@ class Gradients:
             slot.drop_gradient()
 
     def recover(self) -> None:
-        """After a backward that was broken off: what it left half collected is put away as it is, or dropped where ranks would have to agree."""
+        """After a backward that was broken off: what it left half collected is put away as it is, or dropped where
+        ranks would have to agree.
+        """
         if not any(state.count for state in self._arrivals):
             return
         for unit in self._units:

@@ -1,9 +1,11 @@
-"""Parameters whose values are away: they keep shape, dtype and identity, and page their values in when somebody reads them.
+"""Parameters whose values are away: they keep shape, dtype and identity, and page their values in when somebody reads
+them.
 
-While its unit is not in use a parameter's class is `PagedParameter` and its data a one-element NaN, expanded to the true shape without memory.
-The class intercepts every PyTorch function: metadata is answered, reading pages a copy in, writing is refused with an error that
-names the parameter and `tierzero.gathered`. During its unit's forward the same object is an ordinary ``nn.Parameter`` over the gathered buffer, at no cost per
-operation. (PyTorch's lazy modules change a parameter's class in the same way.)
+While its unit is not in use a parameter's class is `PagedParameter` and its data a one-element NaN, expanded to the
+true shape without memory. The class intercepts every PyTorch function: metadata is answered, reading pages a copy in,
+writing is refused with an error that names the parameter and `tierzero.gathered`. During its unit's forward the same
+object is an ordinary ``nn.Parameter`` over the gathered buffer, at no cost per operation. (PyTorch's lazy modules
+change a parameter's class in the same way.)
 """
 
 from __future__ import annotations
@@ -16,14 +18,32 @@ from torch import nn
 
 from tierzero.errors import NotResidentError
 
-_METADATA = frozenset(
-    """shape dtype device layout requires_grad is_leaf grad_fn ndim names itemsize is_meta is_cuda is_cpu is_sparse is_quantized is_nested
-    is_mkldnn is_xla is_mps is_xpu is_sparse_csr is_complex is_floating_point is_signed is_inference is_conj is_neg numel size dim nelement element_size
-    ndimension nbytes output_nr _version retains_grad register_hook register_post_accumulate_grad_hook retain_grad _backward_hooks
-    _post_accumulate_grad_hooks __hash__ __len__ __dir__ stride is_contiguous is_shared volatile name has_names is_tensor
-    is_same_size get_device is_distributed _is_view _base storage_offset is_pinned""".split()
+# fmt: off
+_METADATA = frozenset((
+    "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "names", "itemsize",
+    "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps",
+    "is_xpu", "is_sparse_csr", "is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj",
+    "is_neg", "numel", "size", "dim", "nelement", "element_size", "ndimension", "nbytes", "output_nr",
+    "_version", "retains_grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "__hash__", "__len__", "__dir__", "stride",
+    "is_contiguous", "is_shared", "volatile", "name", "has_names", "is_tensor", "is_same_size", "get_device",
+    "is_distributed", "_is_view", "_base", "storage_offset", "is_pinned",
+))
+# fmt: on
+_REFUSED = frozenset(
+    {
+        "data",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "_typed_storage",
+        "set_",
+        "share_memory_",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "detach_",
+    }
 )
-_REFUSED = frozenset({"data", "data_ptr", "untyped_storage", "storage", "_typed_storage", "set_", "share_memory_", "__deepcopy__", "__reduce_ex__", "detach_"})
 _GRAD = frozenset({"grad", "_grad"})
 
 
@@ -34,7 +54,9 @@ class ParameterOwner(Protocol):
     def name(self) -> str: ...
 
     def fetch_copy(self) -> torch.Tensor:
-        """The full values in a tensor of its own, without autograd history; raises NotResidentError where that is not possible."""
+        """The full values in a tensor of its own, without autograd history; raises NotResidentError where that is not
+        possible.
+        """
 
     def gradient_for_user(self) -> torch.Tensor | None: ...
 
@@ -47,11 +69,11 @@ class _PageIn(torch.autograd.Function):
     """The full values of a parameter that is away; the gradient goes to the parameter itself."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, owner: ParameterOwner) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, parameter: torch.Tensor, owner: ParameterOwner) -> torch.Tensor:
         return owner.fetch_copy()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -62,7 +84,11 @@ class PagedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name, kind = _name_and_kind(func)
@@ -85,13 +111,15 @@ class PagedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise NotResidentError(
-            f"parameter {self._tierzero.name!r} of a sharded model cannot be copied; copy the model before tierzero.shard, "
+            f"parameter {self._tierzero.name!r} of a sharded model cannot be copied; copy the model before "
+            "tierzero.shard, "
             "or load tierzero.full_state_dict(model) into a second one"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotResidentError(
-            f"parameter {self._tierzero.name!r} of a sharded model cannot be pickled; save tierzero.full_state_dict(model) or use "
+            f"parameter {self._tierzero.name!r} of a sharded model cannot be pickled; save "
+            "tierzero.full_state_dict(model) or use "
             "tierzero.save_checkpoint"
         )
 
@@ -111,7 +139,9 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedP
     if isinstance(out, PagedParameter):
         return out
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__delitem__")
-    in_place = in_place or (name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__invert__"))
+    in_place = in_place or (
+        name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__invert__")
+    )
     if not in_place or not args:
         return None
     first = args[0]
@@ -134,10 +164,12 @@ def _paged_in(value: Any) -> Any:
 
 
 def page_in(parameter: PagedParameter) -> torch.Tensor:
-    """The parameter's full values as a tensor of its own, tied to the parameter in autograd where gradients are recorded."""
+    """The parameter's full values as a tensor of its own, tied to the parameter in autograd where gradients are
+    recorded.
+    """
     owner = parameter._tierzero
     if torch.is_grad_enabled() and parameter.requires_grad:
-        full: torch.Tensor = _PageIn.apply(parameter, owner)
+        full: torch.Tensor = _PageIn.apply(parameter, owner)  # type: ignore[no-untyped-call]
         return full
     return owner.fetch_copy()
 
@@ -162,7 +194,8 @@ def _set_requires_grad(parameter: PagedParameter, wanted: bool) -> PagedParamete
 def _refuse(parameter: PagedParameter, name: str) -> NoReturn:
     shown = parameter._tierzero.name
     raise NotResidentError(
-        f"{name} on parameter {shown!r}: its values are away in the tiers; use `with tierzero.gathered(parameter):` to read or change them"
+        f"{name} on parameter {shown!r}: its values are away in the tiers; use `with tierzero.gathered(parameter):` "
+        "to read or change them"
     )
 
 

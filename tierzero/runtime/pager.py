@@ -1,7 +1,8 @@
 """Gathered units: which are in memory, which are on their way, which make room.
 
-All decisions are made on the thread that runs the model, in program order, from the trace and from the arena's own bookkeeping; never from timing.
-So every rank decides alike, and the order of the gathers is the same everywhere without asking.
+All decisions are made on the thread that runs the model, in program order, from the trace and from the arena's own
+bookkeeping; never from timing. So every rank decides alike, and the order of the gathers is the same everywhere
+without asking.
 
 States of a unit (`Paging`) and who owns its arena buffers:
 
@@ -39,7 +40,9 @@ class Paging(Enum):
 
 @dataclass
 class Fetch:
-    """A fetch in flight: the groups' buffers and the future that ends when they are filled (with the events that device work waits for)."""
+    """A fetch in flight: the groups' buffers and the future that ends when they are filled (with the events that
+    device work waits for).
+    """
 
     gathered: list[Gathered]
     done: list[Future[list[Event]]]
@@ -94,11 +97,15 @@ class Pager:
         return record.gathered
 
     def prefetch(self) -> None:
-        """Starts fetches of the next units of the trace, as many as the depth and the arena's free or less urgent memory allow."""
+        """Starts fetches of the next units of the trace, as many as the depth and the arena's free or less urgent
+        memory allow.
+        """
         if self._depth == 0:
             return
         for index in self.trace.upcoming(self._depth):
-            if self._records[index].state is Paging.AWAY and not self._start(self._units[index], Priority.PREFETCH, required=False):
+            if self._records[index].state is Paging.AWAY and not self._start(
+                self._units[index], Priority.PREFETCH, required=False
+            ):
                 return
 
     def find(self, storage: int) -> Gathered | None:
@@ -125,7 +132,11 @@ class Pager:
 
     def gathered_units(self) -> list[str]:
         """Titles of the units that hold arena memory now."""
-        return [unit.title for unit, record in zip(self._units, self._records, strict=True) if record.state is not Paging.AWAY]
+        return [
+            unit.title
+            for unit, record in zip(self._units, self._records, strict=True)
+            if record.state is not Paging.AWAY
+        ]
 
     # Starting and finishing.
 
@@ -167,7 +178,9 @@ class Pager:
             return local
         return self._collectives.submit_gather(group.unit.index, self._gather_work(group, gathered, local))
 
-    def _gather_work(self, group: GroupState, gathered: Gathered, local: Future[list[Event]]) -> Callable[[], list[Event]]:
+    def _gather_work(
+        self, group: GroupState, gathered: Gathered, local: Future[list[Event]]
+    ) -> Callable[[], list[Event]]:
         collectives = self._collectives
         assert collectives is not None
 
@@ -183,7 +196,9 @@ class Pager:
     def _finish(self, unit: UnitState, record: _Record) -> None:
         fetch = record.fetch
         assert fetch is not None
-        kind = "gather" if self._collectives is not None and any(g.layout.parts > 1 for g in unit.groups) else "nvme_read"
+        kind = (
+            "gather" if self._collectives is not None and any(g.layout.parts > 1 for g in unit.groups) else "nvme_read"
+        )
         try:
             with self._stalls.waiting(kind):
                 events = [event for done in fetch.done for event in done.result()]
@@ -233,7 +248,8 @@ class Pager:
             if not self._settle_one(unit):
                 used = ", ".join(self.gathered_units()) or "nothing"
                 raise BudgetError(
-                    f"tiers.device: {nbytes:,} bytes for unit {unit.title!r} do not fit beside the units in use ({used}) in the "
+                    f"tiers.device: {nbytes:,} bytes for unit {unit.title!r} do not fit beside the units in use "
+                    f"({used}) in the "
                     f"{self._arena.capacity:,} bytes for gathered units; raise tiers.device or choose smaller units",
                     nbytes,
                 )

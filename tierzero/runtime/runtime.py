@@ -1,4 +1,5 @@
-"""The runtime of one sharded model: it joins the tiers, the units and the update, and is what the public functions talk to."""
+"""The runtime of one sharded model: it joins the tiers, the units and the update, and is what the public functions
+talk to."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import nn
 from tierzero.errors import ConfigError
 from tierzero.optim.hyper import AdamHyper
 from tierzero.optim.owner import HyperOf
-from tierzero.planner.memory_plan import MemoryPlan
+from tierzero.planner.shape import MemoryPlan
 from tierzero.runtime.device import Device
 from tierzero.runtime.forward import SavedWeights
 from tierzero.runtime.gradients import Gradients
@@ -61,10 +62,24 @@ class Runtime:
         self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device)
         self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device)
         self.pager = Pager(
-            units, parts.pools["arena"], parts.engine, self.updater, parts.device, parts.collectives, parts.plan.prefetch, self.stalls
+            units,
+            parts.pools["arena"],
+            parts.engine,
+            self.updater,
+            parts.device,
+            parts.collectives,
+            parts.plan.prefetch,
+            self.stalls,
         )
         self.gradients = Gradients(
-            units, parts.engine, parts.store, self.tile_io, parts.device, parts.collectives, parts.pools["buckets"], self.stalls
+            units,
+            parts.engine,
+            parts.store,
+            self.tile_io,
+            parts.device,
+            parts.collectives,
+            parts.pools["buckets"],
+            self.stalls,
         )
         self.gradients.before_arrival = self._before_arrival
         self.gradients.on_unit_complete = self._on_unit_complete
@@ -109,7 +124,9 @@ class Runtime:
         return torch._C._current_graph_task_id() != -1 or any(unit.active for unit in self.units)
 
     def enter_root(self) -> None:
-        """Before the model's forward: raises what failed in the background, and clears what a failed pass left behind."""
+        """Before the model's forward: raises what failed in the background, and clears what a failed pass left
+        behind.
+        """
         self.require_open()
         self.engine.check()
         if torch._C._current_graph_task_id() == -1:
@@ -150,12 +167,19 @@ class Runtime:
         return float(squares**0.5) / self.loss_scale
 
     def clip(self, max_norm: float) -> float:
-        """Fixes the factor that brings the global norm down to ``max_norm``; the update applies it. Returns the norm before clipping."""
+        """Fixes the factor that brings the global norm down to ``max_norm``; the update applies it. Returns the norm
+        before clipping.
+        """
         if self.overlap == "backward":
-            raise ConfigError("clip_grad_norm_: optimizer.overlap = 'backward' updates before the norm is known; use 'forward' to clip")
+            raise ConfigError(
+                "clip_grad_norm_: optimizer.overlap = 'backward' updates before the norm is known; use 'forward' to "
+                "clip"
+            )
         norm = self.grad_norm() * self.clip_factor
         # As torch.nn.utils.clip_grad_norm_ does it: the factor is computed and clamped in fp32.
-        factor = torch.clamp(torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0)
+        factor = torch.clamp(
+            torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0
+        )
         self.clip_factor *= float(factor)
         return norm
 
@@ -172,7 +196,9 @@ class Runtime:
             applied = self.grad_norm() < float("inf")
             self.on_step_skipped(not applied)
         if applied:
-            wanted = [slot for slot in slots if slot.has_grad and slot.group.unit.index not in self._updated_in_backward]
+            wanted = [
+                slot for slot in slots if slot.has_grad and slot.group.unit.index not in self._updated_in_backward
+            ]
             self._fix_updates(wanted, hyper_of)
         self._settle_backward_updates()
         self._end_step()
@@ -221,7 +247,9 @@ class Runtime:
             _wait_all(futures)
 
     def flush(self) -> None:
-        """Brings the tiers up to date: every update applied and written. After it the state is that of the last step."""
+        """Brings the tiers up to date: every update applied and written. After it the state is that of the last
+        step.
+        """
         self.gradients.finish()
         self.pager.settle()
         self._apply(self.groups())
@@ -233,7 +261,12 @@ class Runtime:
     # Updates beside the backward.
 
     def _on_unit_complete(self, unit: UnitState, reduced: Future[None] | None) -> None:
-        if self.overlap != "backward" or self.step_hyper is None or unit.active or unit.index in self._updated_in_backward:
+        if (
+            self.overlap != "backward"
+            or self.step_hyper is None
+            or unit.active
+            or unit.index in self._updated_in_backward
+        ):
             return
         slots = [slot for slot in unit.all_slots() if slot.has_grad]
         self._fix_updates(slots, self.step_hyper)
@@ -249,7 +282,9 @@ class Runtime:
         await self.updater.apply(group, spec)
 
     def _settle_backward_updates(self, forget: bool = True) -> None:
-        """Raises what failed in updates that are done, and lets the gradients they used be overwritten once they are all done."""
+        """Raises what failed in updates that are done, and lets the gradients they used be overwritten once they are
+        all done.
+        """
         busy = [group for group in self.groups() if group.updating is not None]
         with self.stalls.waiting("optimizer"):
             _wait_all([group.updating for group in busy if group.updating is not None])
@@ -266,11 +301,15 @@ class Runtime:
         """A gradient must not overwrite one that a pending update still has to read."""
         if unit.index in self._updated_in_backward:
             raise ConfigError(
-                f"a second backward before optimizer.step(): optimizer.overlap = 'backward' has already updated unit {unit.title!r}; "
+                "a second backward before optimizer.step(): optimizer.overlap = 'backward' has already updated unit "
+                f"{unit.title!r}; "
                 "use overlap = 'forward' to accumulate gradients"
             )
         if self.clip_factor != 1.0:
-            raise ConfigError("backward after clip_grad_norm_: call optimizer.step() and zero_grad() first, or clip after the last backward")
+            raise ConfigError(
+                "backward after clip_grad_norm_: call optimizer.step() and zero_grad() first, or clip after the last "
+                "backward"
+            )
         self.pager.settle(unit)
         if any(group.pending is not None for group in unit.groups):
             self._apply(unit.groups)
@@ -286,7 +325,11 @@ class Runtime:
         comm = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
         if self.collectives is not None:
             moved = self.collectives.bytes
-            comm = {"all_gather": moved.all_gather, "reduce_scatter": moved.reduce_scatter, "all_reduce": moved.all_reduce}
+            comm = {
+                "all_gather": moved.all_gather,
+                "reduce_scatter": moved.reduce_scatter,
+                "all_reduce": moved.all_reduce,
+            }
         return Counters(self.engine.read_bytes, self.engine.write_bytes, comm, dict(self.stalls.seconds))
 
     def tier_bytes(self) -> dict[str, int]:

@@ -60,14 +60,18 @@ class UpdateSegment:
 
 @dataclass(frozen=True)
 class UpdateSpec:
-    """An update that ``step()`` has fixed and that a group's tiles still await: what to apply and the factor on the gradients."""
+    """An update that ``step()`` has fixed and that a group's tiles still await: what to apply and the factor on the
+    gradients.
+    """
 
     segments: tuple[UpdateSegment, ...]
     grad_scale: float
 
 
 class SlotState:
-    """One parameter of the model: its place in a group, its step count, its gradient's state. The parameter's link to the runtime."""
+    """One parameter of the model: its place in a group, its step count, its gradient's state. The parameter's link to
+    the runtime.
+    """
 
     def __init__(self, group: GroupState, slot: Slot, parameter: nn.Parameter, fragment: Fragment | None) -> None:
         self.group = group
@@ -114,7 +118,8 @@ class SlotState:
         runtime = self.owner
         if runtime.world.size > 1 and not runtime.in_model_code:
             raise NotResidentError(
-                f"the values of parameter {self.name!r} are sharded over {runtime.world.size} ranks and are read outside the model's forward; "
+                f"the values of parameter {self.name!r} are sharded over {runtime.world.size} ranks and are read "
+                "outside the model's forward; "
                 "use `with tierzero.gathered(parameter):` or tierzero.full_state_dict(model), on all ranks"
             )
         return runtime.full_copy(self)
@@ -123,7 +128,8 @@ class SlotState:
         if not self.has_grad:
             return None
         raise NotResidentError(
-            f"the gradient of {self.name!r} is kept in the tiers, not in .grad; use tierzero.clip_grad_norm_(model, max_norm) to clip "
+            f"the gradient of {self.name!r} is kept in the tiers, not in .grad; use tierzero.clip_grad_norm_(model, "
+            "max_norm) to clip "
             "and tierzero.read_state(parameter, 'gradient') to read it"
         )
 
@@ -134,7 +140,8 @@ class SlotState:
     def set_requires_grad(self, wanted: bool) -> None:
         if wanted and not self.group.layout.trainable:
             raise ConfigError(
-                f"parameter {self.name!r} was frozen when the model was sharded and has no optimizer state; unfreeze it before tierzero.shard"
+                f"parameter {self.name!r} was frozen when the model was sharded and has no optimizer state; unfreeze "
+                "it before tierzero.shard"
             )
 
 
@@ -142,7 +149,14 @@ class GroupState:
     """One flat group of a unit: this rank's shard of it, cut into tiles."""
 
     def __init__(
-        self, unit: UnitState, index: int, layout: FlatLayout, fmt: StateFormat | None, part: int, grad_dtype: torch.dtype, device: torch.device
+        self,
+        unit: UnitState,
+        index: int,
+        layout: FlatLayout,
+        fmt: StateFormat | None,
+        part: int,
+        grad_dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.unit = unit
         self.index = index
@@ -167,7 +181,9 @@ class GroupState:
         return self.part * self.layout.shard_numel
 
     def whole_home(self, kind: str) -> torch.Tensor | None:
-        """The shard's weights or gradients as one tensor where they lie in memory in one piece, else None. ``kind``: "weight" or "gradient"."""
+        """The shard's weights or gradients as one tensor where they lie in memory in one piece, else None. ``kind``:
+        "weight" or "gradient".
+        """
         homes = [getattr(tile, kind) for tile in self.tiles]
         first = homes[0]
         if first is None or first.tier is Tier.NVME or any(home.stored is not first.stored for home in homes):

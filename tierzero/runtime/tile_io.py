@@ -1,7 +1,7 @@
 """Opening a tile: its weights, optimizer state and gradient side by side in addressable memory, wherever they live.
 
-An open tile owns at most one staging buffer. It takes everything it needs in one acquisition and waits for nothing else while it holds it (but its
-own transfers), which is why tiles can never deadlock on the staging budget.
+An open tile owns at most one staging buffer. It takes everything it needs in one acquisition and waits for nothing
+else while it holds it (but its own transfers), which is why tiles can never deadlock on the staging budget.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ class TileIO:
             reads.append(self._read_state(opened, state, places, priority))
         await _all_or_first_error(reads)
 
-    async def _read_state(self, opened: OpenTile, homes: list[Home], places: dict[int, int], priority: Priority) -> None:
+    async def _read_state(
+        self, opened: OpenTile, homes: list[Home], places: dict[int, int], priority: Priority
+    ) -> None:
         assert opened.staging is not None
         start = places[id(homes[0])]
         length = sum(page_round(home.nbytes) for home in homes)

@@ -1,8 +1,9 @@
 """The order in which units are used, learnt from one step and followed in the next.
 
-A trace is cyclic: the last access of a step is followed by the first of the next, so prefetch runs across the step boundary. An access that
-is not where the trace says is looked up ahead of the cursor (a skipped or repeated unit, an evaluation between steps); either
-way the step being run is recorded, and becomes the trace at its end if it differs and is as much as a whole training step.
+A trace is cyclic: the last access of a step is followed by the first of the next, so prefetch runs across the step
+boundary. An access that is not where the trace says is looked up ahead of the cursor (a skipped or repeated unit, an
+evaluation between steps); either way the step being run is recorded, and becomes the trace at its end if it differs
+and is as much as a whole training step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class AccessTrace:
 
     def _find(self, unit: int) -> int | None:
         size = len(self._trace)
-        return next((at % size for at in range(self._cursor, self._cursor + size) if self._trace[at % size] == unit), None)
+        return next(
+            (at % size for at in range(self._cursor, self._cursor + size) if self._trace[at % size] == unit), None
+        )
 
     def upcoming(self, count: int) -> list[int]:
         """The next ``count`` different units after the cursor, nearest first."""

@@ -1,15 +1,15 @@
 """The update pipeline: pending updates applied to tiles, several in flight, feeding the gathers from memory.
 
-`Updater.bring` is the one way by which a shard's weights reach the memory a gather starts from: a tile with a pending update is paged in whole, updated,
-its new weights copied out, and written back behind; a tile without is read (weights only), straight into place where alignment allows. Thus the
-update's read is the forward's read. Everything here runs on the engine's loop but the kernel, which runs on its compute threads.
+`Updater.bring` is the one way by which a shard's weights reach the memory a gather starts from: a tile with a pending
+update is paged in whole, updated, its new weights copied out, and written back behind; a tile without is read
+(weights only), straight into place where alignment allows. Thus the update's read is the forward's read. Everything
+here runs on the engine's loop but the kernel, which runs on its compute threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,9 @@ from tierzero.tiers import PAGE, Buffer, IoEngine, Priority, Tier, TieredStore, 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a shard's weights are wanted: in ``buffer`` (device memory) from byte ``offset``; ``after`` is the last compute that reads what was there."""
+    """Where a shard's weights are wanted: in ``buffer`` (device memory) from byte ``offset``; ``after`` is the last
+    compute that reads what was there.
+    """
 
     buffer: Buffer
     offset: int
@@ -35,18 +37,22 @@ class Destination:
 
 
 class Updater:
-    """Applies pending updates and brings weights. ``kernel_seconds`` and ``updated`` (elements) count what the kernel did."""
+    """Applies pending updates and brings weights. ``kernel_seconds`` and ``updated`` (elements) count what the kernel
+    did.
+    """
 
     def __init__(self, engine: IoEngine, store: TieredStore, tile_io: TileIO, device: Device) -> None:
         self._engine = engine
         self._store = store
         self._tile_io = tile_io
         self._device = device
-        self._writing: set[Future[None]] = set()
+        self._writing: set[asyncio.Task[None]] = set()
         self.kernel_seconds = 0.0
         self.updated = 0
 
-    async def bring(self, group: GroupState, spec: UpdateSpec | None, destination: Destination | None, priority: Priority) -> list[Event]:
+    async def bring(
+        self, group: GroupState, spec: UpdateSpec | None, destination: Destination | None, priority: Priority
+    ) -> list[Event]:
         """Applies ``spec`` (if any) to the group's shard and puts its weights at ``destination`` (if any).
 
         Returns the events after which the destination is complete. Write-back of updated tiles goes on behind it.
@@ -57,7 +63,9 @@ class Updater:
         return await self._bring_all(group, spec, destination, priority)
 
     async def apply(self, group: GroupState, spec: UpdateSpec) -> None:
-        """Updates the shard in its home only; unlike `bring` it does not wait for an update beside the backward, which it is."""
+        """Updates the shard in its home only; unlike `bring` it does not wait for an update beside the backward,
+        which it is.
+        """
         await self._bring_all(group, spec, None, Priority.WRITE_BACK)
 
     async def _bring_all(
@@ -75,10 +83,15 @@ class Updater:
     async def drain(self) -> None:
         """Waits for every write-back begun so far; raises the first failure."""
         while self._writing:
-            await asyncio.gather(*(asyncio.wrap_future(future) for future in tuple(self._writing)))
+            await asyncio.gather(*tuple(self._writing))
 
     async def _bring_tile(
-        self, group: GroupState, tile: Tile, spec: UpdateSpec | None, destination: Destination | None, priority: Priority
+        self,
+        group: GroupState,
+        tile: Tile,
+        spec: UpdateSpec | None,
+        destination: Destination | None,
+        priority: Priority,
     ) -> list[Event]:
         segments = _clip_segments(tile, spec)
         if spec is not None and segments:
@@ -127,10 +140,17 @@ class Updater:
         written.add_done_callback(self._writing.discard)
 
     def _update_on_device(
-        self, group: GroupState, tile: Tile, spec: UpdateSpec, segments: list[tuple[int, int, int]], destination: Destination | None
+        self,
+        group: GroupState,
+        tile: Tile,
+        spec: UpdateSpec,
+        segments: list[tuple[int, int, int]],
+        destination: Destination | None,
     ) -> list[Event]:
         """State in device memory is updated there, by PyTorch operations of the same arithmetic."""
-        assert tile.optimizer is not None and tile.gradient is not None and group.fmt is not None
+        assert tile.optimizer is not None
+        assert tile.gradient is not None
+        assert group.fmt is not None
         numel = tile.span.numel
         weight = tile.weight.tensor(group.layout.dtype, numel)
         optimizer, skip = {}, 0
@@ -140,20 +160,26 @@ class Updater:
         gradient = tile.gradient.tensor(group.grad_dtype, numel).to(weight.device)
         for start, stop, index in segments:
             parts = {name: part[start:stop] for name, part in optimizer.items()}
-            update_reference(group.fmt, weight[start:stop], parts, gradient[start:stop], spec.segments[index].hyper, spec.grad_scale)
+            update_reference(
+                group.fmt, weight[start:stop], parts, gradient[start:stop], spec.segments[index].hyper, spec.grad_scale
+            )
         self.updated += sum(stop - start for start, stop, _ in segments)
         if destination is not None:
             destination.tensor(group.layout.dtype, numel, tile.span.start).copy_(weight)
         return [self._device.now()]
 
-    async def _read_weights(self, group: GroupState, tile: Tile, destination: Destination, priority: Priority) -> list[Event]:
+    async def _read_weights(
+        self, group: GroupState, tile: Tile, destination: Destination, priority: Priority
+    ) -> list[Event]:
         home = tile.weight
         target = destination.tensor(group.layout.dtype, tile.span.numel, tile.span.start)
         if home.tier is not Tier.NVME:
             return [self._device.copy_in(target, home.tensor(group.layout.dtype, tile.span.numel), destination.after)]
         begin = destination.offset + tile.span.start * group.layout.dtype.itemsize
         if self._fits_directly(destination, begin, home):
-            lease = await self._store.page_in([home.stored], destination.buffer.memory(begin, page_round(home.nbytes)), priority)
+            lease = await self._store.page_in(
+                [home.stored], destination.buffer.memory(begin, page_round(home.nbytes)), priority
+            )
             lease.release()
             return []
         opened = await self._tile_io.open(group, tile, Parts.WEIGHT, priority)
@@ -166,9 +192,11 @@ class Updater:
         return [event]
 
     def _fits_directly(self, destination: Destination, begin: int, home: Home) -> bool:
-        """A file can be read straight into the gathered buffer: host memory, page-aligned, and the rounded-up tail spoils nothing.
+        """A file can be read straight into the gathered buffer: host memory, page-aligned, and the rounded-up tail
+        spoils nothing.
 
-        The tail may reach into what a later tile or another rank's shard fills, so only whole pages are read in place, or the very end of the buffer.
+        The tail may reach into what a later tile or another rank's shard fills, so only whole pages are read in
+        place, or the very end of the buffer.
         """
         if not self._device.is_host or begin % PAGE:
             return False
@@ -192,11 +220,16 @@ def _clip_segments(tile: Tile, spec: UpdateSpec | None) -> list[tuple[int, int, 
 
 
 def _run_kernel(group: GroupState, opened: OpenTile, spec: UpdateSpec, segments: list[tuple[int, int, int]]) -> None:
-    assert opened.weight is not None and opened.gradient is not None and group.fmt is not None
+    assert opened.weight is not None
+    assert opened.gradient is not None
+    assert group.fmt is not None
     for start, stop, index in segments:
         parts = {name: part[start:stop] for name, part in opened.optimizer.items()}
         update_on_host(
-            group.fmt, opened.weight[start:stop], parts, opened.gradient[start:stop], spec.segments[index].hyper, spec.grad_scale
+            group.fmt,
+            opened.weight[start:stop],
+            parts,
+            opened.gradient[start:stop],
+            spec.segments[index].hyper,
+            spec.grad_scale,
         )
-
-

@@ -1,8 +1,9 @@
 """Collectives over the ranks that share a model: issued in one fixed order on every rank, counted, and checked.
 
-Gathers and reductions each have a process group and a thread of their own, so that a gather never waits behind a reduction. Within one of them
-work is done in the order of submission; callers submit in program order, which is the same on every rank. Before each collective the
-ranks compare tags (which unit they mean): ranks that use different units, which would hang or mix data, all get an error that names both.
+Gathers and reductions each have a process group and a thread of their own, so that a gather never waits behind a
+reduction. Within one of them work is done in the order of submission; callers submit in program order, which is the
+same on every rank. Before each collective the ranks compare tags (which unit they mean): ranks that use different
+units, which would hang or mix data, all get an error that names both.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class World:
 
 @dataclass
 class CommBytes:
-    """Bytes moved by this rank's collectives: for each, the size of the whole tensor (what the usual formulas count)."""
+    """Bytes moved by this rank's collectives: for each, the size of the whole tensor (what the usual formulas
+    count).
+    """
 
     all_gather: int = 0
     reduce_scatter: int = 0
@@ -94,12 +97,15 @@ class Collectives:
         if bool((tags != unit).any()):
             asked = ", ".join(f"rank {rank}: {self._names[tag]!r}" for rank, tag in enumerate(tags.tolist()))
             raise RankMismatchError(
-                f"ranks use different units at the same time ({asked}); make every rank run the same units in the same order, "
+                f"ranks use different units at the same time ({asked}); make every rank run the same units in the "
+                "same order, "
                 "or put the modules that differ into one unit (sharding.units)"
             )
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fills ``whole`` with all ranks' ``shard`` (which may be this rank's own part of ``whole``). Call only from gather work."""
+        """Fills ``whole`` with all ranks' ``shard`` (which may be this rank's own part of ``whole``). Call only from
+        gather work.
+        """
         _gather_into(whole, shard, self._gather.data)
         self.bytes.all_gather += whole.nbytes
 
@@ -116,7 +122,9 @@ class Collectives:
         self.bytes.all_reduce += whole.nbytes
 
     def small_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a few host values over the ranks; from the training thread, at the same point on every rank. Not counted."""
+        """Sum of a few host values over the ranks; from the training thread, at the same point on every rank. Not
+        counted.
+        """
         dist.all_reduce(values, group=self._small)
         return values
 

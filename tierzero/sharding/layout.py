@@ -1,8 +1,10 @@
-"""How a unit's parameters lie in flat buffers, and how those are cut into shards and tiles. Pure arithmetic, no tensors.
+"""How a unit's parameters lie in flat buffers, and how those are cut into shards and tiles. Pure arithmetic, no
+tensors.
 
-A unit's parameters of one dtype and one trainability form a *flat group*: one buffer of ``parts`` equal shards, padded at the
-end. Every offset here is in elements. Padding depends on the number of shards, so nothing that outlives a run (a checkpoint, an
-export) may refer to these offsets; it refers to parameter names and element ranges inside the parameter (`Fragment`).
+A unit's parameters of one dtype and one trainability form a *flat group*: one buffer of ``parts`` equal shards,
+padded at the end. Every offset here is in elements. Padding depends on the number of shards, so nothing that outlives
+a run (a checkpoint, an export) may refer to these offsets; it refers to parameter names and element ranges inside the
+parameter (`Fragment`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ SLOT_ALIGN = 32
 """Elements. Parameters start on 64-byte boundaries for 2-byte dtypes, so that matrix kernels meet aligned rows."""
 
 SHARD_ALIGN = 2048
-"""Elements. A shard of a large group starts on a page for 2- and 4-byte dtypes, so that a file can be read straight into it."""
+"""Elements. A shard of a large group starts on a page for 2- and 4-byte dtypes, so that a file can be read straight
+into it."""
 
 SMALL_SHARD = 32 * 1024
-"""Elements. Below this a shard is aligned to `SLOT_ALIGN` only: page alignment would cost more padding than it saves copies."""
+"""Elements. Below this a shard is aligned to `SLOT_ALIGN` only: page alignment would cost more padding than it saves
+copies."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -30,7 +34,8 @@ def round_up(value: int, multiple: int) -> int:
 class Slot:
     """One parameter's place in its flat group.
 
-    ``names`` are all names under which the model knows the parameter (a tied weight has several), the first is the canonical one.
+    ``names`` are all names under which the model knows the parameter (a tied weight has several), the first is the
+    canonical one.
     """
 
     index: int
@@ -46,7 +51,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a parameter that lies in one shard: elements ``[start, stop)`` of the flattened parameter at ``shard_offset``."""
+    """The part of a parameter that lies in one shard: elements ``[start, stop)`` of the flattened parameter at
+    ``shard_offset``.
+    """
 
     slot: Slot
     start: int
@@ -73,7 +80,9 @@ class TileSpan:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """One flat group: parameters of one dtype, all trainable or all frozen, cut into ``parts`` shards of ``shard_numel``."""
+    """One flat group: parameters of one dtype, all trainable or all frozen, cut into ``parts`` shards of
+    ``shard_numel``.
+    """
 
     dtype: torch.dtype
     trainable: bool
@@ -92,7 +101,9 @@ class FlatLayout:
         return sum(slot.numel for slot in self.slots)
 
     def fragments(self, part: int) -> tuple[Fragment, ...]:
-        """What of each parameter lies in shard ``part``, in order of position; parameters that do not touch it are left out."""
+        """What of each parameter lies in shard ``part``, in order of position; parameters that do not touch it are
+        left out.
+        """
         begin, end = part * self.shard_numel, (part + 1) * self.shard_numel
         found = []
         for slot in self.slots:

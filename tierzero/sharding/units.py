@@ -1,8 +1,8 @@
 """Which modules are gathered together: the units of a model.
 
-Every parameter belongs to exactly one unit: the innermost unit module that holds it, by its first name. What no chosen module
-holds belongs to the root unit, which stays gathered while the model's forward runs; therefore large leaf modules outside the
-chosen ones (an embedding, an output head) become units of their own.
+Every parameter belongs to exactly one unit: the innermost unit module that holds it, by its first name. What no
+chosen module holds belongs to the root unit, which stays gathered while the model's forward runs; therefore large
+leaf modules outside the chosen ones (an embedding, an output head) become units of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ UnitChoice = Sequence[type[nn.Module] | str] | None
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit before it is sharded: its module, its dotted name ("" for the root), and its own parameters with all their names."""
+    """A unit before it is sharded: its module, its dotted name ("" for the root), and its own parameters with all
+    their names.
+    """
 
     name: str
     module: nn.Module
@@ -37,7 +39,8 @@ class UnitSpec:
 
 
 def find_units(model: nn.Module, choice: UnitChoice) -> list[UnitSpec]:
-    """The units of ``model`` in the order of its modules, the root first; units without parameters of their own are left out.
+    """The units of ``model`` in the order of its modules, the root first; units without parameters of their own are
+    left out.
 
     ``choice`` lists classes, class names, or dotted-name patterns (``"layers.*"``); None takes the repeated blocks.
     Raises ConfigError for an entry that matches no module.
@@ -100,7 +103,9 @@ def _matching(model: nn.Module, choice: Sequence[type[nn.Module] | str]) -> set[
         hits = {name for name, module in model.named_modules() if name and _matches(name, module, entry)}
         if not hits:
             shown = entry if isinstance(entry, str) else entry.__name__
-            raise ConfigError(f"units: no module of the model matches {shown!r}; name a class or a pattern such as 'layers.*'")
+            raise ConfigError(
+                f"units: no module of the model matches {shown!r}; name a class or a pattern such as 'layers.*'"
+            )
         found |= hits
     return found
 

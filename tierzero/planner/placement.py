@@ -1,0 +1,84 @@
+"""Which tier each tile's weights, optimizer state and gradients live in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tierzero.planner.shape import Budgets, GroupShape, ModelShape, PlanRequest, Split, TileHomes
+from tierzero.tiers import Tier, page_round
+
+
+def is_in_place(group: GroupShape, homes: Sequence[TileHomes], budgets: Budgets) -> bool:
+    if group.layout.parts != 1 or len({home.weight for home in homes}) != 1:
+        return False
+    return homes[0].weight is Tier.DEVICE or (homes[0].weight is Tier.HOST and budgets.device_is_host)
+
+
+class _Chooser:
+    """Gives each tile of one kind a tier: by the configured fractions, spread evenly, or ("auto") the fastest that
+    has room.
+    """
+
+    def __init__(self, split: Split, room: dict[Tier, int], nvme: bool) -> None:
+        self._fractions = {Tier(name): part for name, part in split.items()} if isinstance(split, Mapping) else None
+        self._room = room
+        self._nvme = nvme
+        self._given: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._total = 0
+
+    def choose(self, nbytes: int) -> Tier:
+        fractions = self._fractions
+        if fractions is not None:
+            self._total += nbytes
+            tier = max(fractions, key=lambda t: fractions[t] * self._total - self._given[t])
+        else:
+            tier = next(
+                (t for t in (Tier.DEVICE, Tier.HOST) if self._room[t] >= nbytes), Tier.NVME if self._nvme else Tier.HOST
+            )
+        self._given[tier] += nbytes
+        if tier in self._room:
+            self._room[tier] -= nbytes
+        return tier
+
+
+def place(
+    shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, room: dict[Tier, int]
+) -> tuple[tuple[TileHomes, ...], ...]:
+    """Explicit placements take their room first; then weights (moved most often per byte), gradients, optimizer
+    states.
+    """
+    tiles = [[span.numel for span in group.layout.tiles(tile)] for group in shape.groups]
+    chosen: dict[str, list[list[Tier]]] = {}
+    kinds = ("params", "gradients", "optimizer")
+    size = {
+        "params": GroupShape.weight_bytes,
+        "gradients": GroupShape.gradient_bytes,
+        "optimizer": GroupShape.optimizer_bytes,
+    }
+    for kind in sorted(kinds, key=lambda k: getattr(request, k) == "auto"):
+        chooser = _Chooser(getattr(request, kind), room, budgets.nvme)
+        chosen[kind] = [
+            [chooser.choose(page_round(size[kind](group, numel))) for numel in numels]
+            for group, numels in zip(shape.groups, tiles, strict=True)
+        ]
+    return tuple(
+        tuple(
+            TileHomes(weight, optimizer if group.fmt else None, gradient if group.fmt else None)
+            for weight, optimizer, gradient in zip(
+                chosen["params"][index], chosen["optimizer"][index], chosen["gradients"][index], strict=True
+            )
+        )
+        for index, group in enumerate(shape.groups)
+    )
+
+
+def totals_by_tier(shape: ModelShape, homes: Sequence[Sequence[TileHomes]], tile: int) -> dict[Tier, int]:
+    """Persistent bytes per tier."""
+    totals = dict.fromkeys(Tier, 0)
+    for group, tiles in zip(shape.groups, homes, strict=True):
+        for span, home in zip(group.layout.tiles(tile), tiles, strict=True):
+            totals[home.weight] += page_round(group.weight_bytes(span.numel))
+            if home.optimizer is not None and home.gradient is not None:
+                totals[home.optimizer] += page_round(group.optimizer_bytes(span.numel))
+                totals[home.gradient] += page_round(group.gradient_bytes(span.numel))
+    return totals

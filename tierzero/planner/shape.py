@@ -1,0 +1,113 @@
+"""What the planner works on and what it decides, as plain data. All sizes are bytes unless a name says elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tierzero.optim.formats import StateFormat
+from tierzero.sharding.layout import FlatLayout
+from tierzero.tiers import Tier
+
+Split = Mapping[str, float] | str
+"""A placement as configured: "auto", or the fraction of the bytes in each tier."""
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """One flat group as the planner sees it; ``fmt`` is None for frozen groups."""
+
+    unit: int
+    layout: FlatLayout
+    fmt: StateFormat | None
+    grad_itemsize: int
+
+    def weight_bytes(self, elements: int) -> int:
+        return elements * self.layout.dtype.itemsize
+
+    def optimizer_bytes(self, elements: int) -> int:
+        return elements * self.fmt.optimizer_itemsize if self.fmt else 0
+
+    def gradient_bytes(self, elements: int) -> int:
+        return elements * self.grad_itemsize if self.fmt else 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The groups of all units, and for each unit the units that are gathered while it runs (its ancestors)."""
+
+    groups: tuple[GroupShape, ...]
+    unit_names: tuple[str, ...]
+    ancestors: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What the user allows per rank. None: as much as the plan needs, up to ``free`` bytes of that memory."""
+
+    device: int | None
+    host: int | None
+    device_free: int
+    host_free: int
+    device_is_host: bool
+    nvme: bool
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The configured choices that the plan has to carry out."""
+
+    params: Split
+    optimizer: Split
+    gradients: Split
+    tile: int | None = None
+    prefetch: int | None = None
+    keep_gathered: bool = False
+    reduced: bool = False
+    """Gradients are reduced over several ranks, and so pass through buckets."""
+
+
+@dataclass(frozen=True)
+class TileHomes:
+    """Home tiers of one tile; optimizer and gradient are None for frozen weights."""
+
+    weight: Tier
+    optimizer: Tier | None
+    gradient: Tier | None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The placement and the size of every pool.
+
+    ``homes[g][t]`` belongs to tile ``t`` of group ``g``. Device memory is the sum of ``device_state``, ``arena``
+    (gathered units) and ``buckets`` (gradients on their way); host memory of ``host_state`` and ``staging`` (tiles in
+    flight, ``staging_tile`` each).
+    """
+
+    tile: int
+    prefetch: int
+    homes: tuple[tuple[TileHomes, ...], ...]
+    device_state: int
+    host_state: int
+    nvme_state: int
+    arena: int
+    buckets: int
+    staging: int
+    staging_tile: int
+    bucket_limit: int = 0
+    """What gradients on their way may take when units' gradients arrive in an unusual order: all that the device
+    budget leaves.
+    """
+    in_place: tuple[bool, ...] = field(default=())
+    """For each group: its shard is the whole flat buffer and lies in memory that the device computes from, so a
+    gather is no copy.
+    """
+
+    @property
+    def device(self) -> int:
+        return self.device_state + self.arena + self.buckets
+
+    @property
+    def host(self) -> int:
+        return self.host_state + self.staging
