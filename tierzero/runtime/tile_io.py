@@ -127,11 +127,19 @@ class TileIO:
             opened.lease = None
         self._release(opened)
 
-    def _release(self, opened: OpenTile) -> None:
+    @staticmethod
+    def release_gradient(opened: OpenTile) -> None:
+        """Ends the lease of a gradient that was paged in, so that a new one may be written while the tile is still on
+        its way home.
+        """
+        opened.gradient = None
         if opened.extra is not None:
             opened.extra.release()
             opened.extra = None
-        opened.weight = opened.gradient = None
+
+    def _release(self, opened: OpenTile) -> None:
+        self.release_gradient(opened)
+        opened.weight = None
         opened.optimizer.clear()
         opened.mirrors.clear()
         if opened.staging is not None:

@@ -114,6 +114,7 @@ class Updater:
         started = time.perf_counter()
         try:
             await self._engine.call(_run_kernel, group, opened, spec, segments)
+            self._tile_io.release_gradient(opened)
             self.kernel_seconds += time.perf_counter() - started
             self.updated += sum(stop - start for start, stop, _ in segments)
             events: list[Event] = []
