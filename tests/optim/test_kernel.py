@@ -164,6 +164,17 @@ def test_beta1_zero_forgets_the_moment_exactly() -> None:
     assert torch.equal(parts["m"], grad)
 
 
+def test_moments_without_a_gradient_decay_to_zero_and_not_to_subnormals() -> None:
+    fmt = state_format(torch.float32)
+    weight, parts = make_state(fmt, torch.ones(4))
+    parts["m"].copy_(torch.tensor([2e-38, -2e-38, 3e-45, -1e-30]))
+    parts["v"].copy_(torch.tensor([2e-38, 1e-40, 1.0, 0.0]))
+    for step in range(1, 21):
+        update(fmt, weight, parts, torch.zeros(4), AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.0, True, step))
+    assert (parts["m"] == 0).tolist() == [True, True, True, False]
+    assert (parts["v"] == 0).tolist() == [True, True, False, True]
+
+
 def test_infinite_weight_does_not_spoil_the_moments_without_l2() -> None:
     fmt = state_format(torch.float32)
     for hyper in (AdamHyper(1e-3, 0.9, 0.9, 1e-8, 0.1, True, 1), AdamHyper(1e-3, 0.2, 0.9, 1e-8, 0.0, False, 1)):

@@ -39,6 +39,12 @@ def _pick(mask: Any, yes: Any, no: Any) -> Any:
 
 
 @register_jitable
+def _flush(x: Any) -> Any:
+    """A subnormal becomes +0, and -0 too."""
+    return np.float32(0) if float_bits(x) & np.uint32(0x7F800000) == np.uint32(0) else x
+
+
+@register_jitable
 def _adam(w: Any, m: Any, v: Any, g: Any, s: Any, masks: Any) -> Any:
     """New w, m, v as fp32: the order of operations of ``AdamScalars``. ``masks`` are its conditions."""
     origin = m
@@ -46,8 +52,8 @@ def _adam(w: Any, m: Any, v: Any, g: Any, s: Any, masks: Any) -> Any:
         g = _pick(masks.l2, g + s.l2 * w, g)
         origin = _pick(masks.from_m, m, g)
     w = w * s.decay
-    m = origin + s.lerp * (g - m)
-    v = v * s.beta2 + (s.one_minus_beta2 * g) * g
+    m = _flush(origin + s.lerp * (g - m))
+    v = _flush(v * s.beta2 + (s.one_minus_beta2 * g) * g)
     w = w - (s.step_size * m) / (math.sqrt(v) * s.inv_sqrt_bias2 + s.eps)
     return w, m, v
 

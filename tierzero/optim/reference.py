@@ -67,9 +67,15 @@ def _adam(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, s:
         m.add_(d)
     else:
         torch.add(g, d, out=m)
+    _flush(m)
     v.mul_(s.beta2).add_(torch.mul(g, s.one_minus_beta2, out=d).mul_(g))
+    _flush(v)
     denominator = _sqrt(v).mul_(s.inv_sqrt_bias2).add_(s.eps)
     w.sub_(torch.mul(m, s.step_size, out=g).div_(denominator))
+
+
+def _flush(x: torch.Tensor) -> None:
+    x.masked_fill_(x.abs() < torch.finfo(torch.float32).tiny, 0.0)
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
