@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tierzero.config import Config
 from tierzero.errors import ConfigError
-from tierzero.runtime.access import StateKind, read_full, write_changed
+from tierzero.runtime.access import StateKind, persistent_buffers, read_full, write_changed
 from tierzero.runtime.build import build_runtime
 from tierzero.runtime.fill import Init
 from tierzero.runtime.runtime import Runtime, runtime_of
@@ -109,16 +109,9 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
         if keep:
             state[name] = by_slot[slot]
     if keep:
-        for name, buffer in _persistent_buffers(model):
+        for name, buffer in persistent_buffers(model):
             state[name] = buffer.detach().cpu().clone()
     return state
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def read_state(parameter: nn.Parameter, kind: StateKind) -> torch.Tensor:

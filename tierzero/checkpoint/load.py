@@ -14,10 +14,10 @@ import torch
 import xxhash
 from torch import nn
 
-from tierzero.api import _persistent_buffers
 from tierzero.checkpoint.manifest import Extent, extents_from, rank_stem, read_json, read_manifest
 from tierzero.checkpoint.save import segments_of, tile_pieces
 from tierzero.errors import CheckpointError
+from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, Tile, slot_of
 from tierzero.runtime.tile_io import OpenTile, Parts
@@ -204,7 +204,7 @@ def _read_open(group: GroupState, opened: OpenTile, reader: _Reader) -> None:
 
 
 def _load_buffers(model: nn.Module, reader: _Reader) -> None:
-    for name, buffer in _persistent_buffers(model):
+    for name, buffer in persistent_buffers(model):
         if (name, "buffer") in reader.by_segment:
             flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
             reader.read(name, "buffer", 0, flat)

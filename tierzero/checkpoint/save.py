@@ -13,7 +13,6 @@ import torch
 import xxhash
 from torch import nn
 
-from tierzero.api import _persistent_buffers
 from tierzero.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -25,6 +24,7 @@ from tierzero.checkpoint.manifest import (
     write_json,
 )
 from tierzero.errors import CheckpointError, ConfigError
+from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, SlotState, Tile
 from tierzero.runtime.tile_io import OpenTile, Parts
@@ -102,7 +102,7 @@ def _write_rank(runtime: Runtime, model: nn.Module, staging: Path) -> None:
                 for tile in group.tiles:
                     runtime.engine.run(_write_tile(runtime, group, tile, writer))
         if runtime.world.rank == 0:
-            for name, buffer in _persistent_buffers(model):
+            for name, buffer in persistent_buffers(model):
                 writer.add(name, "buffer", 0, buffer.detach().cpu().contiguous().reshape(-1))
         writer.finish()
     index = {
@@ -230,7 +230,7 @@ def _manifest(
     }
     buffers = {
         name: {"shape": list(b.shape), "dtype": str(b.dtype).removeprefix("torch.")}
-        for name, b in _persistent_buffers(model)
+        for name, b in persistent_buffers(model)
     }
     return {
         "format": FORMAT,

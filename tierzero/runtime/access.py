@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import nn
 
 from tierzero.optim.formats import load_master, store_master
 from tierzero.runtime.state import GroupState, SlotState, Tile
@@ -73,6 +74,14 @@ def write_changed(runtime: Runtime, slot: SlotState, values: torch.Tensor) -> bo
 
     _visit(runtime, slot, Parts.STATE if group.fmt else Parts.WEIGHT, change)
     return changed
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the model's state, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._nonpersistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _take(group: GroupState, opened: OpenTile, kind: StateKind, inside: slice) -> torch.Tensor:

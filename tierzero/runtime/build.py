@@ -112,9 +112,8 @@ def _world(mesh: DeviceMesh | None) -> World:
     else:
         return World()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return World(
-        rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)), group
-    )
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return World(rank, size, local_rank, local_size, dist.get_rank(), group)
 
 
 def _conversion(model: nn.Module, config: Config) -> torch.dtype | None:
@@ -189,7 +188,7 @@ def _assemble(
         engine,
         pools={Tier.DEVICE: pools["device"], Tier.HOST: pools["host"]},
         nvme_paths=[Path(path) for path in config.tiers.nvme],
-        rank=world.rank,
+        rank=world.global_rank,
         block_size=config.io.block_size,
         direct=config.io.direct,
         nvme_limit=config.tiers.nvme_limit,

@@ -4,6 +4,8 @@ talk to."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -356,6 +358,14 @@ class Runtime:
         self.store.close()
         for pool in self.pools.values():
             pool.close()
+
+    def __del__(self) -> None:
+        """A model that is dropped without `close` gives its memory and files back too. In a thread of its own: the last
+        reference may go on any thread, the engine's included.
+        """
+        if not getattr(self, "_closed", True):
+            with contextlib.suppress(RuntimeError):  # no new thread while the interpreter exits
+                threading.Thread(target=self.close, daemon=True).start()
 
 
 def _segments(updates: list[tuple[SlotState, AdamHyper]]) -> tuple[UpdateSegment, ...]:

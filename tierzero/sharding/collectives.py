@@ -8,11 +8,13 @@ units, which would hang or mix data, all get an error that names both.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,8 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    global_rank: int = 0
+    """Among all processes of the job, which may be more than share this model."""
     group: dist.ProcessGroup | None = None
 
 
@@ -48,13 +52,41 @@ class RankMismatchError(TierZeroError, RuntimeError):
     """Ranks asked for different units at the same point of the program."""
 
 
+class _Worker:
+    """One thread that runs what it is given in order. A daemon: a collective whose peer has died must not keep the
+    process from exiting.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run_in_order, args=(self._work,), name="tierzero-collective", daemon=True).start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._work.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """Lets the thread end after what it was given."""
+        self._work.put(None)
+
+
+def _run_in_order(work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (item := work.get()) is not None:
+        future, call = item
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+
 @dataclass
 class _Lane:
     """One ordered sequence of collectives: a group for data, a host group for tags, a thread."""
 
     data: dist.ProcessGroup
     tags: dist.ProcessGroup
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tierzero-collective"))
+    thread: _Worker = field(default_factory=_Worker)
 
 
 class Collectives:
@@ -67,7 +99,8 @@ class Collectives:
         timeout = timedelta(minutes=30)
 
         def new(backend: str | None) -> dist.ProcessGroup:
-            group = dist.new_group(ranks=ranks, backend=backend, timeout=timeout)
+            # Only the ranks of this model take part in making its groups: others may shard other models, or none.
+            group = dist.new_group(ranks=ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
             return group
 
@@ -142,7 +175,7 @@ class Collectives:
 
     def close(self) -> None:
         for lane in (self._gather, self._reduce):
-            lane.thread.shutdown(wait=False, cancel_futures=True)
+            lane.thread.close()
 
 
 def _gather_into(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
