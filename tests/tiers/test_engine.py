@@ -7,9 +7,11 @@ import errno
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,6 +226,50 @@ def test_a_cancelled_transfer_ends_only_when_its_system_calls_have(engine: IoEng
 
     assert engine.run(scenario())
     assert len(gate.calls) == engine.queue_depth
+
+
+def test_an_interrupt_waits_for_the_system_calls(engine: IoEngine, make_file: Files) -> None:
+    """After Ctrl-C the caller's memory must not be written to any more."""
+    file = make_file()
+    gate = Gate()
+    engine.fault = gate
+    ended: list[int] = []
+
+    def interrupt() -> None:
+        gate.entered.acquire(timeout=60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        threading.Event().wait(0.1)
+        ended.append(len(gate.calls))
+        gate.passing.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(engine.read(file, 0, memory(SIZE), Priority.DEMAND))
+    assert ended  # the system calls were let go on before the interrupt was raised here
+    assert len(gate.calls) == ended[0] <= engine.queue_depth
+    thread.join()
+    engine.fault = None
+    engine.run(engine.read(file, 0, memory(SIZE), Priority.DEMAND))
+
+
+def test_a_forked_process_is_told_that_it_has_no_engine(engine: IoEngine) -> None:
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is what this is about
+        pid = os.fork()
+    if pid == 0:
+        try:
+            engine.run(asyncio.sleep(0))
+        except TierError as error:
+            os.write(write_end, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        assert f"belongs to process {os.getpid()}" in pipe.read()
+    engine.run(asyncio.sleep(0))
 
 
 def test_at_most_queue_depth_calls_are_in_flight_per_path(engine: IoEngine, make_file: Files) -> None:

@@ -373,6 +373,39 @@ def test_closing_the_store_empties_the_paths_even_while_something_is_read(
     assert [path for path in tmp_path.rglob("*") if path.parent != tmp_path] == []
 
 
+def test_a_cancelled_page_in_gives_the_memory_back_only_when_nothing_writes_to_it(
+    make_store: MakeStore, pool: MemoryPool
+) -> None:
+    """Two strangers, so two requests; both are in the middle of a system call."""
+    case = Case(make_store(), pool, (PAGE, PAGE, PAGE))
+    case.write_all()
+    first, _, third = case.objects
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    def fault(op: str, path: Path, offset: int, nbytes: int) -> None:
+        entered.release()
+        assert go_on.wait(60)
+
+    case.engine.fault = fault
+
+    async def scenario() -> None:
+        task = asyncio.ensure_future(case.store.page_in([first, third], case.memory, Priority.DEMAND))
+        await case.engine.call(lambda: [entered.acquire(timeout=60) for _ in range(2)])
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        assert {first.residency, third.residency} == {Residency.PAGING_IN}
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert {first.residency, third.residency} == {Residency.AT_HOME}
+
+    case.engine.run(scenario())
+    case.engine.fault = None
+    case.check(case.objects)
+
+
 def test_two_stores_of_one_process_share_a_path(make_store: MakeStore, pool: MemoryPool) -> None:
     cases = [Case(make_store(), pool, (BLOCK + index,)) for index in range(2)]
     for case in cases:

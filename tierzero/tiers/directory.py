@@ -130,6 +130,8 @@ _live: weakref.WeakSet[TierDirectory] = weakref.WeakSet()
 
 
 def _drop_locks_in_child() -> None:
+    global _registry_lock
+    _registry_lock = threading.Lock()  # another thread of the parent may have held it
     # An flock belongs to the open file, which a forked child shares: a child that outlives its parent would keep a dead
     # run's directory locked.
     for directory in list(_live):

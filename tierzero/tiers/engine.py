@@ -87,6 +87,7 @@ class IoEngine:
         self._reads = _Traffic()
         self._writes = _Traffic()
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._closing = False
         self._lanes: dict[Path, PriorityExecutor] = {}
         self._background: set[asyncio.Task[Any]] = set()
@@ -96,7 +97,7 @@ class IoEngine:
         self._thread.start()
         # Must not refer to the engine, or it would never be collected.
         self._abandon = weakref.finalize(
-            self, _abandon, os.getpid(), self._loop, self._thread, self._lanes, self._compute
+            self, _abandon, self._pid, self._loop, self._thread, self._lanes, self._compute
         )
 
     # Counters.
@@ -231,6 +232,11 @@ class IoEngine:
         with self._lock:
             if self._closing:
                 raise TierError("the I/O engine is closed")
+            if os.getpid() != self._pid:
+                raise TierError(
+                    f"the I/O engine belongs to process {self._pid}; a forked process has none of its threads: "
+                    "start the process with spawn, or make the engine there"
+                )
             return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def _start(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
