@@ -201,7 +201,7 @@ class Run:
         loss: torch.Tensor = self.model(ids.to(self.device), targets.to(self.device))
         self.stop.check()
         part = loss / self.job.micro_steps
-        (part if self.scaler is None else self.scaler.scale(part)).backward()  # type: ignore[no-untyped-call]
+        (part if self.scaler is None else self.scaler.scale(part)).backward()
         self.stop.check()
         return loss.detach()
 

@@ -9,6 +9,7 @@ from torch import nn
 from .loss import cross_entropy
 
 _STD = 0.02
+_LENGTH_STEP = 64
 
 
 class Linear(nn.Linear):
@@ -115,7 +116,12 @@ class GPT(nn.Module):
         self.eval()
         try:
             for _ in range(n):
-                logits = self(ids[:, -self.seq_len :])[:, -1].float().cpu()
+                window = ids[:, -self.seq_len :]
+                last = window.shape[1] - 1
+                # Few different lengths: CPU kernels are compiled and kept for every shape. What is padded comes after
+                # the last token, which does not see it.
+                padding = min(-window.shape[1] % _LENGTH_STEP, self.seq_len - window.shape[1])
+                logits = self(F.pad(window, (0, padding)))[:, last].float().cpu()
                 if temperature > 0:
                     chances = torch.softmax(logits / temperature, dim=-1)
                     following = torch.multinomial(chances, 1, generator=generator)
