@@ -211,4 +211,4 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     if shape.numel() == 0:
         return torch.empty(shape, dtype=dtype, device=device)
     fill = float("nan") if dtype.is_floating_point else 0
-    return torch.full((1,), fill, dtype=dtype, device=device).expand(shape)
+    return torch.full((), fill, dtype=dtype, device=device).expand(shape)
