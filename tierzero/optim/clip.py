@@ -14,11 +14,12 @@ from tierzero.optim.owner import owner_of
 def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
     """Scales the gradients of a sharded model so that their global 2-norm is at most ``max_norm``.
 
-    Call it after the last backward of a step, on every rank. Returns the norm *before* clipping as a 0-dim fp32 tensor, as
-    ``torch.nn.utils.clip_grad_norm_`` does. The scaling itself is part of the update; gradients are not touched twice.
+    Call it after the last backward of a step, on every rank. Returns the norm *before* clipping as a 0-dim fp32
+    tensor, as ``torch.nn.utils.clip_grad_norm_`` does. The scaling itself is part of the update; gradients are not
+    touched twice.
 
-    Raises ConfigError for a ``max_norm`` that is not a positive number, and for a model whose updates run beside the backward. With ``error_if_nonfinite``
-    a norm that is not finite raises RuntimeError.
+    Raises ConfigError for a ``max_norm`` that is not a positive number, and for a model whose updates run beside the
+    backward. With ``error_if_nonfinite`` a norm that is not finite raises RuntimeError.
     """
     if not isinstance(max_norm, int | float) or isinstance(max_norm, bool) or not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm is {max_norm!r}; it must be a number above 0")

@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16: the scale grows until gradients overflow, and backs off when they do.
 
-Same rule as PyTorch's ``GradScaler`` (Micikevicius et al., 2018), without touching ``.grad``: unscaling is part of the update's one pass, and a
-non-finite gradient shows in the norm that is taken as gradients arrive.
+Same rule as PyTorch's ``GradScaler`` (Micikevicius et al., 2018), without touching ``.grad``: unscaling is part of
+the update's one pass, and a non-finite gradient shows in the norm that is taken as gradients arrive.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from tierzero.optim.owner import owner_of
 class LossScaler:
     """``scaler.scale(loss).backward()``; clipping, the step and the change of the scale take care of themselves.
 
-    A step whose gradients are not finite is skipped, the scale is multiplied with ``backoff``; after ``growth_interval`` steps without one
-    it is multiplied with ``growth``. The scale applies from the first ``scale()`` after a step.
+    A step whose gradients are not finite is skipped, the scale is multiplied with ``backoff``; after
+    ``growth_interval`` steps without one it is multiplied with ``growth``. The scale applies from the first
+    ``scale()`` after a step.
     """
 
     def __init__(
-        self, model: nn.Module, init_scale: float = 65536.0, growth: float = 2.0, backoff: float = 0.5, growth_interval: int = 2000
+        self,
+        model: nn.Module,
+        init_scale: float = 65536.0,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        growth_interval: int = 2000,
     ) -> None:
         if init_scale <= 0 or growth <= 1 or not 0 < backoff < 1 or growth_interval < 1:
             raise ConfigError("LossScaler: needs init_scale > 0, growth > 1, 0 < backoff < 1, growth_interval >= 1")

@@ -27,20 +27,30 @@ from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState
 from tierzero.runtime.stats import Stalls
 from tierzero.runtime.tile_io import Parts, TileIO
 from tierzero.sharding.collectives import Collectives
-from tierzero.sharding.layout import Fragment
+from tierzero.sharding.layout import Fragment, bucket_elements
 from tierzero.tiers import Buffer, IoEngine, MemoryPool, Priority, Tier, TieredStore, page_round
 
 
 @dataclass
 class _Bucket:
     """Gradients of one group on their way; the training thread owns it until it is dispatched, then the lane or the
-    engine.
+    engine. ``shard`` is this rank's part, at byte ``shard_offset`` of the buffer: a slice of ``flat``, or behind it
+    where a reduce-scatter needs memory of its own for its result.
     """
 
     group: GroupState
     buffer: Buffer
     flat: torch.Tensor
+    shard: torch.Tensor
+    shard_offset: int
     arrived: set[int] = field(default_factory=set)
+
+
+def _new_bucket(group: GroupState, buffer: Buffer) -> _Bucket:
+    layout, dtype = group.layout, group.grad_dtype
+    flat = buffer.view(dtype, layout.numel)
+    offset = layout.numel * dtype.itemsize if layout.parts > 1 else 0
+    return _Bucket(group, buffer, flat, buffer.view(dtype, layout.shard_numel, offset), offset)
 
 
 @dataclass(frozen=True)
@@ -142,12 +152,12 @@ class Gradients:
         if found is None:
             self._settle(group.unit.index)
             buffer = self._allocate(group)
-            found = _Bucket(group, buffer, buffer.view(group.grad_dtype, group.layout.numel))
+            found = _new_bucket(group, buffer)
             state.buckets[group.index] = found
         return found
 
     def _allocate(self, group: GroupState) -> Buffer:
-        nbytes = group.layout.numel * group.grad_dtype.itemsize
+        nbytes = bucket_elements(group.layout) * group.grad_dtype.itemsize
         while True:
             buffer = self._pool.try_allocate(nbytes)
             if buffer is not None:
@@ -277,13 +287,7 @@ class Gradients:
         if group.layout.parts == 1:
             collectives.all_reduce_mean(bucket.flat)
             return
-        shard = torch.empty(group.layout.shard_numel, dtype=group.grad_dtype, device=bucket.flat.device)
-        collectives.reduce_scatter_mean(shard, bucket.flat)
-        self._shard(bucket).copy_(shard)
-
-    @staticmethod
-    def _shard(bucket: _Bucket) -> torch.Tensor:
-        return bucket.flat.narrow(0, bucket.group.shard_start, bucket.group.layout.shard_numel)
+        collectives.reduce_scatter_mean(bucket.shard, bucket.flat)
 
     @staticmethod
     def _zero_gaps(bucket: _Bucket) -> None:
@@ -306,7 +310,7 @@ class Gradients:
     async def _put_away(self, bucket: _Bucket, arrivals: list[_Arrival]) -> None:
         group = bucket.group
         whole = self._whole[id(group)]
-        shard = self._shard(bucket)
+        shard = bucket.shard
         fragments = {fragment.slot.index: fragment for fragment in group.layout.fragments(group.part)}
         mine = [
             (arrival, fragments[arrival.slot.slot.index])
@@ -367,7 +371,7 @@ class Gradients:
             event = self._device.copy_out(home.tensor(group.grad_dtype, tile.span.numel), part, self._device.now())
             await self._engine.call(event.synchronize)
             return
-        begin = (group.shard_start + tile.span.start) * group.grad_dtype.itemsize
+        begin = bucket.shard_offset + tile.span.start * group.grad_dtype.itemsize
         length = page_round(home.nbytes)
         if self._device.is_host and begin % 4096 == 0 and begin + length <= bucket.buffer.capacity:
             await self._store.write([home.stored], bucket.buffer.memory(begin, length), Priority.WRITE_BACK)

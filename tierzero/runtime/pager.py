@@ -53,6 +53,7 @@ class _Record:
     state: Paging = Paging.AWAY
     fetch: Fetch | None = None
     gathered: list[Gathered] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 class Pager:
@@ -118,6 +119,8 @@ class Pager:
         if record.state is Paging.COMING:
             self._finish(unit, record)
         if record.state is Paging.HERE:
+            for event in record.events:
+                event.synchronize()  # copies out of a home that is about to change, of a unit that was never used
             self._drop(unit.index)
 
     def settle(self, only: UnitState | None = None) -> None:
@@ -207,7 +210,7 @@ class Pager:
             raise
         for event in events:
             self._device.wait(event)
-        record.state, record.fetch, record.gathered = Paging.HERE, None, fetch.gathered
+        record.state, record.fetch, record.gathered, record.events = Paging.HERE, None, fetch.gathered, events
         for gathered in fetch.gathered:
             self._by_storage[gathered.flat.untyped_storage().data_ptr()] = gathered
 
@@ -286,4 +289,4 @@ class Pager:
             self._by_storage.pop(gathered.flat.untyped_storage().data_ptr(), None)
             if gathered.buffer is not None:
                 self._arena.release(gathered.buffer)
-        record.state, record.gathered = Paging.AWAY, []
+        record.state, record.gathered, record.events = Paging.AWAY, [], []

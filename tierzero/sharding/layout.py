@@ -118,6 +118,11 @@ class FlatLayout:
             yield TileSpan(index, start, min(start + tile_numel, self.shard_numel))
 
 
+def bucket_elements(layout: FlatLayout) -> int:
+    """Elements of the buffer in which a group's whole gradients are collected and, on several shards, reduced."""
+    return layout.numel + (layout.shard_numel if layout.parts > 1 else 0)
+
+
 def flat_layout(
     dtype: torch.dtype, trainable: bool, named: Sequence[tuple[tuple[str, ...], torch.Size]], parts: int
 ) -> FlatLayout:

@@ -14,61 +14,24 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aiofiles.ospath import wrap
-
 from tierzero.errors import TierError
 from tierzero.tiers.executor import Priority, PriorityExecutor, Request
-from tierzero.tiers.faults import AbandonedError, first_cause, no_progress, transfer_error
+from tierzero.tiers.faults import first_cause, no_progress, transfer_error
 from tierzero.tiers.memory import PAGE
 from tierzero.tiers.striped_file import Piece, StripedFile
+from tierzero.tiers.transfer import Fault, Traffic, read_some, write_some
 
 __all__ = ["IoEngine", "Priority", "Request"]
 
 T = TypeVar("T")
 R = TypeVar("R")
-Fault = Callable[[str, Path, int, int], None]
-"""(operation, path, offset in that file, bytes): called on the worker before each system call; may sleep or raise."""
 
 _STALL_S = 1.0
 _ABANDON_S = 2.0
-
-
-class _Traffic:
-    """Bytes moved in one direction, and the wall time with at least one transfer in flight."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._in_flight = 0
-        self._since = 0.0
-        self._busy_s = 0.0
-        self.nbytes = 0
-
-    @contextlib.contextmanager
-    def flight(self) -> Iterator[None]:
-        with self._lock:
-            if self._in_flight == 0:
-                self._since = time.perf_counter()
-            self._in_flight += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight -= 1
-                if self._in_flight == 0:
-                    self._busy_s += time.perf_counter() - self._since
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.nbytes += nbytes
-
-    @property
-    def busy_s(self) -> float:
-        with self._lock:
-            return self._busy_s + (time.perf_counter() - self._since if self._in_flight else 0.0)
 
 
 class IoEngine:
@@ -84,8 +47,8 @@ class IoEngine:
         self.fault = fault
         self.failure: BaseException | None = None
         """The first failure of a task that was started with `spawn`."""
-        self._reads = _Traffic()
-        self._writes = _Traffic()
+        self._reads = Traffic()
+        self._writes = Traffic()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closing = False
@@ -297,7 +260,7 @@ class IoEngine:
         """One piece, until all of it is done: a system call may do less than it was asked."""
         index, done, stuck = piece.path_index, 0, 0
         ticket = self._lane(file.paths[index]).ticket(request)
-        traffic, step = (self._reads, _read_some) if op == "read" else (self._writes, _write_some)
+        traffic, step = (self._reads, read_some) if op == "read" else (self._writes, write_some)
         while done < piece.nbytes:
             try:
                 moved = await step(
@@ -321,42 +284,6 @@ class IoEngine:
                 request.abandoned = True
                 raise no_progress(op, file, piece, done)
             done += max(moved, 0)
-
-
-def _system_call(
-    call: Callable[[int, Any, int], int],
-    op: str,
-    fault: Fault | None,
-    traffic: _Traffic,
-    file: StripedFile,
-    path_index: int,
-    memory: memoryview,
-    offset: int,
-    request: Request,
-) -> int:
-    """On a worker: one positional, vectored system call; returns the bytes that it moved."""
-    if request.abandoned:
-        raise AbandonedError(
-            f"{op} of {file.paths[path_index]} was given up: another part of it failed or it was cancelled"
-        )
-    with file.using(path_index) as fd, traffic.flight():
-        if fault is not None:
-            fault(op, file.paths[path_index], offset, len(memory))
-        moved = call(fd, [memory], offset)
-        file.drop_cache(path_index, fd, offset, moved, written=op == "write")
-        return moved
-
-
-def _preadv(*args: Any) -> int:
-    return _system_call(os.preadv, "read", *args)
-
-
-def _pwritev(*args: Any) -> int:
-    return _system_call(os.pwritev, "write", *args)
-
-
-_read_some = wrap(_preadv)
-_write_some = wrap(_pwritev)
 
 
 async def _ended(futures: Iterable[asyncio.Future[Any]], abandon: Callable[[], object]) -> None:
