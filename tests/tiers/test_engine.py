@@ -21,7 +21,7 @@ import pytest
 
 from tierzero.errors import TierError
 from tierzero.tiers import PAGE, IoEngine, MemoryPool, Priority, Request, StripedFile, TierDirectory
-from tierzero.tiers import engine as module
+from tierzero.tiers import transfer as module
 
 from .conftest import random_bytes
 
