@@ -13,7 +13,6 @@ must match; a unit that a rank did not use contributes zeros if another rank use
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,44 +20,15 @@ from dataclasses import dataclass, field
 import torch
 
 from tierzero.errors import BudgetError
-from tierzero.optim.gradient import accumulate, sum_of_squares
+from tierzero.optim.gradient import accumulate
 from tierzero.runtime.device import Device
-from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState
+from tierzero.runtime.gradient_home import Arrival, Bucket, GradientHome, new_bucket
+from tierzero.runtime.state import GroupState, SlotState, UnitState
 from tierzero.runtime.stats import Stalls
-from tierzero.runtime.tile_io import Parts, TileIO
+from tierzero.runtime.tile_io import TileIO
 from tierzero.sharding.collectives import Collectives
-from tierzero.sharding.layout import Fragment, bucket_elements
-from tierzero.tiers import Buffer, IoEngine, MemoryPool, Priority, Tier, TieredStore, page_round
-
-
-@dataclass
-class _Bucket:
-    """Gradients of one group on their way; the training thread owns it until it is dispatched, then the lane or the
-    engine. ``shard`` is this rank's part, at byte ``shard_offset`` of the buffer: a slice of ``flat``, or behind it
-    where a reduce-scatter needs memory of its own for its result.
-    """
-
-    group: GroupState
-    buffer: Buffer
-    flat: torch.Tensor
-    shard: torch.Tensor
-    shard_offset: int
-    arrived: set[int] = field(default_factory=set)
-
-
-def _new_bucket(group: GroupState, buffer: Buffer) -> _Bucket:
-    layout, dtype = group.layout, group.grad_dtype
-    flat = buffer.view(dtype, layout.numel)
-    offset = layout.numel * dtype.itemsize if layout.parts > 1 else 0
-    return _Bucket(group, buffer, flat, buffer.view(dtype, layout.shard_numel, offset), offset)
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A slot whose gradient a dispatch puts away; ``accumulate``: its home already holds a part of it."""
-
-    slot: SlotState
-    accumulate: bool
+from tierzero.sharding.layout import bucket_elements
+from tierzero.tiers import Buffer, IoEngine, MemoryPool, TieredStore
 
 
 @dataclass
@@ -66,13 +36,15 @@ class _UnitArrivals:
     expected: int
     count: int = 0
     dispatched: bool = False
-    buckets: dict[int, _Bucket] = field(default_factory=dict)
+    buckets: dict[int, Bucket] = field(default_factory=dict)
 
 
 class Gradients:
-    """Receives the gradients of all units. ``on_unit_complete`` is called on the training thread when a unit's
-    gradients of this backward are
-    on their way home (with the future of their arrival, or None when they are there)."""
+    """Receives the gradients of all units.
+
+    ``on_unit_complete`` is called on the training thread when a unit's gradients of this backward are on their way home,
+    with the future of their arrival, or None when they are there.
+    """
 
     def __init__(
         self,
@@ -86,9 +58,6 @@ class Gradients:
         stalls: Stalls,
     ) -> None:
         self._units = units
-        self._engine = engine
-        self._store = store
-        self._tile_io = tile_io
         self._device = device
         self._collectives = collectives
         self._pool = buckets
@@ -101,6 +70,7 @@ class Gradients:
         self._next = 0
         self._tasks: set[int] = set()
         self._whole = {id(g): g.whole_home("gradient") for u in units for g in u.groups if g.layout.trainable}
+        self._home = GradientHome(engine, store, tile_io, device, collectives, buckets, self._whole)
         self.before_arrival: Callable[[UnitState], None] = lambda unit: None
         self.on_unit_complete: Callable[[UnitState, Future[None] | None], None] = lambda unit, future: None
 
@@ -146,13 +116,13 @@ class Gradients:
             part.copy_(values)
             bucket.arrived.add(slot.slot.index)
 
-    def _bucket(self, group: GroupState) -> _Bucket:
+    def _bucket(self, group: GroupState) -> Bucket:
         state = self._arrivals[group.unit.index]
         found = state.buckets.get(group.index)
         if found is None:
             self._settle(group.unit.index)
             buffer = self._allocate(group)
-            found = _new_bucket(group, buffer)
+            found = new_bucket(group, buffer)
             state.buckets[group.index] = found
         return found
 
@@ -257,132 +227,17 @@ class Gradients:
         future: Future[None] | None = None
         if buckets:
             work = [(bucket, self._note_arrivals(bucket)) for bucket in buckets]
-            future = self._send(unit, work)
+            future = self._home.send(unit, work)
             self._in_flight[unit.index] = future
         self.on_unit_complete(unit, future)
 
-    def _note_arrivals(self, bucket: _Bucket) -> list[_Arrival]:
+    def _note_arrivals(self, bucket: Bucket) -> list[Arrival]:
         arrivals = []
         for slot in bucket.group.slots:
             if slot.slot.index in bucket.arrived:
-                arrivals.append(_Arrival(slot, slot.has_grad))
+                arrivals.append(Arrival(slot, slot.has_grad))
                 slot.has_grad = True
         return arrivals
-
-    def _send(self, unit: UnitState, work: list[tuple[_Bucket, list[_Arrival]]]) -> Future[None]:
-        collectives = self._collectives
-        if collectives is None:
-            return self._engine.submit(self._put_away_all(work))
-
-        def reduce_and_put_away() -> None:
-            for bucket, _ in work:
-                self._zero_gaps(bucket)
-                self._reduce(collectives, bucket)
-            self._engine.run(self._put_away_all(work))
-
-        return collectives.submit_reduce(unit.index, reduce_and_put_away)
-
-    def _reduce(self, collectives: Collectives, bucket: _Bucket) -> None:
-        group = bucket.group
-        if group.layout.parts == 1:
-            collectives.all_reduce_mean(bucket.flat)
-            return
-        collectives.reduce_scatter_mean(bucket.shard, bucket.flat)
-
-    @staticmethod
-    def _zero_gaps(bucket: _Bucket) -> None:
-        """Padding and absent gradients are summed too: they must be numbers."""
-        end = 0
-        for slot in bucket.group.layout.slots:
-            if slot.index in bucket.arrived:
-                bucket.flat[end : slot.offset].zero_()
-                end = slot.offset + slot.numel
-        bucket.flat[end:].zero_()
-
-    async def _put_away_all(self, work: list[tuple[_Bucket, list[_Arrival]]]) -> None:
-        try:
-            for bucket, arrivals in work:
-                await self._put_away(bucket, arrivals)
-        finally:
-            for bucket, _ in work:
-                self._pool.release(bucket.buffer)
-
-    async def _put_away(self, bucket: _Bucket, arrivals: list[_Arrival]) -> None:
-        group = bucket.group
-        whole = self._whole[id(group)]
-        shard = bucket.shard
-        fragments = {fragment.slot.index: fragment for fragment in group.layout.fragments(group.part)}
-        mine = [
-            (arrival, fragments[arrival.slot.slot.index])
-            for arrival in arrivals
-            if arrival.slot.slot.index in fragments
-        ]
-        if whole is not None and self._device.is_host:
-            for arrival, fragment in mine:
-                target = _cut(whole, fragment)
-                add = self._engine.call(_accumulate, target, _cut(shard, fragment), not arrival.accumulate)
-                arrival.slot.sum_of_squares = await add
-            return
-        await self._merge_old(group, shard, mine, fragments)
-        for arrival, fragment in mine:
-            arrival.slot.sum_of_squares = await self._engine.call(_squares, _cut(shard, fragment))
-        await asyncio.gather(*(self._store_tile(bucket, tile, shard) for tile in group.tiles))
-
-    async def _merge_old(
-        self,
-        group: GroupState,
-        shard: torch.Tensor,
-        mine: list[tuple[_Arrival, Fragment]],
-        fragments: dict[int, Fragment],
-    ) -> None:
-        """Adds what the home already holds to the shard: to arrived gradients that accumulate, and as it is where
-        nothing arrived.
-        """
-        arrived = {arrival.slot.slot.index: arrival for arrival, _ in mine}
-        kept: list[tuple[Fragment, bool]] = []
-        for slot in group.slots:
-            fragment = fragments.get(slot.slot.index)
-            arrival = arrived.get(slot.slot.index)
-            if fragment is not None and (arrival.accumulate if arrival else slot.has_grad):
-                kept.append((fragment, arrival is None))
-        if not kept:
-            return
-        for tile in group.tiles:
-            opened = await self._tile_io.open(group, tile, Parts.GRADIENT, Priority.DEMAND)
-            assert opened.gradient is not None
-            old = opened.gradient.to(shard.device)
-            for fragment, overwrite in kept:
-                start, stop = (
-                    max(fragment.shard_offset, tile.span.start),
-                    min(fragment.shard_offset + fragment.numel, tile.span.stop),
-                )
-                if start < stop:
-                    await self._engine.call(
-                        _accumulate, shard[start:stop], old[start - tile.span.start : stop - tile.span.start], overwrite
-                    )
-            self._tile_io.close(opened)
-
-    async def _store_tile(self, bucket: _Bucket, tile: Tile, shard: torch.Tensor) -> None:
-        home = tile.gradient
-        assert home is not None
-        group = bucket.group
-        part = shard[tile.span.start : tile.span.stop]
-        if home.tier is not Tier.NVME:
-            event = self._device.copy_out(home.tensor(group.grad_dtype, tile.span.numel), part, self._device.now())
-            await self._engine.call(event.synchronize)
-            return
-        begin = bucket.shard_offset + tile.span.start * group.grad_dtype.itemsize
-        length = page_round(home.nbytes)
-        if self._device.is_host and begin % 4096 == 0 and begin + length <= bucket.buffer.capacity:
-            await self._store.write([home.stored], bucket.buffer.memory(begin, length), Priority.WRITE_BACK)
-            return
-        staging = await self._tile_io.staging.acquire(length)
-        try:
-            event = self._device.copy_out(staging.view(group.grad_dtype, tile.span.numel), part, self._device.now())
-            await self._engine.call(event.synchronize)
-            await self._store.write([home.stored], staging.memory(0, length), Priority.WRITE_BACK)
-        finally:
-            self._tile_io.staging.release(staging)
 
     # Waiting and dropping.
 
@@ -425,23 +280,3 @@ class Gradients:
             state.buckets = {}
         self._tasks.clear()
         self._reset_arrivals()
-
-
-def _cut(shard: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-    return shard.narrow(0, fragment.shard_offset, fragment.numel)
-
-
-def _accumulate(target: torch.Tensor, values: torch.Tensor, overwrite: bool) -> float:
-    if not target.is_cuda:
-        return accumulate(target, values.contiguous(), overwrite=overwrite)
-    if overwrite:
-        target.copy_(values)
-    else:
-        target.add_(values)
-    return _squares(target)
-
-
-def _squares(values: torch.Tensor) -> float:
-    if not values.is_cuda:
-        return sum_of_squares(values)
-    return float(values.double().square().sum())

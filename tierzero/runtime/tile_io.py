@@ -181,7 +181,7 @@ class TileIO:
                 state.append(home)
         if state:
             reads.append(self._read_state(opened, state, places, priority))
-        await _all_or_first_error(reads)
+        await all_or_first_error(reads)
 
     async def _read_state(
         self, opened: OpenTile, homes: list[Home], places: dict[int, int], priority: Priority
@@ -224,7 +224,7 @@ def _on_device(home: Home) -> bool:
     return home.tier is Tier.DEVICE
 
 
-async def _all_or_first_error(coroutines: Sequence[object]) -> None:
+async def all_or_first_error(coroutines: Sequence[object]) -> None:
     """Waits for all, even when one fails: nothing may still be writing into a buffer that is given back."""
     results = await asyncio.gather(*coroutines, return_exceptions=True)  # type: ignore[call-overload]
     for result in results:
