@@ -42,8 +42,8 @@ class _UnitArrivals:
 class Gradients:
     """Receives the gradients of all units.
 
-    ``on_unit_complete`` is called on the training thread when a unit's gradients of this backward are on their way home,
-    with the future of their arrival, or None when they are there.
+    ``on_unit_complete`` is called on the training thread when a unit's gradients of this backward are on their way
+    home, with the future of their arrival, or None when they are there.
     """
 
     def __init__(
