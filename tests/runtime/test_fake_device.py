@@ -1,0 +1,157 @@
+"""On a device with memory of its own and late copies, results are those of the host: no synchronisation is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierzero.runtime import update as update_module
+from tierzero.runtime.pager import Pager
+from tierzero.runtime.state import Gathered, UnitState
+from tierzero.tiers import Buffer
+
+from ..support.fake_device import FakeDevice
+from ..support.models import net
+from ..support.training import (
+    Recipe,
+    Result,
+    assert_identical,
+    configured,
+    everything_in,
+    tight,
+    train_sharded,
+)
+
+RECIPE = Recipe(steps=10, accumulate=2)
+UNCLIPPED = Recipe(steps=10, clip=None)
+SPLIT = {"device": 0.3, "host": 0.3, "nvme": 0.4}
+ROOM = {"device": "64MiB", "host": "64MiB"}
+
+DeviceMaker = Callable[..., FakeDevice]
+
+
+@pytest.fixture
+def make_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMaker]:
+    """Makes fake devices whose memory the host's kernels and files are kept out of; closed at the end."""
+    devices: list[FakeDevice] = []
+    memory, kernel = Buffer.memory, update_module.update_on_host
+
+    def guarded_memory(self: Buffer, offset: int, nbytes: int) -> memoryview:
+        assert not any(device.memory.owns(self.tensor) for device in devices), "device memory has no host address"
+        return memory(self, offset, nbytes)
+
+    def guarded_kernel(fmt: Any, weight: Any, parts: Any, gradient: Any, *rest: Any) -> None:
+        for tensor in (weight, gradient, *parts.values()):
+            assert not any(device.memory.owns(tensor) for device in devices), "the host's kernel got device memory"
+        kernel(fmt, weight, parts, gradient, *rest)
+
+    monkeypatch.setattr(Buffer, "memory", guarded_memory)
+    monkeypatch.setattr(update_module, "update_on_host", guarded_kernel)
+
+    def make(seed: int = 0, **faults: bool) -> FakeDevice:
+        devices.append(FakeDevice(seed, **faults))
+        return devices[-1]
+
+    yield make
+    for device in devices:
+        device.close()
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    config = configured(tmp_path_factory.mktemp("nvme"), placement=everything_in("host"))
+    return train_sharded(net(), config, RECIPE)
+
+
+@pytest.fixture(scope="module")
+def unclipped(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    config = configured(tmp_path_factory.mktemp("nvme"), placement=everything_in("host"))
+    return train_sharded(net(), config, UNCLIPPED)
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": everything_in("device"),
+    "host": everything_in("host"),
+    "nvme": everything_in("nvme"),
+    "device-weights": {"params": "device", "optimizer": "nvme", "gradients": "host"},
+    "device-gradients": {"params": "nvme", "optimizer": "host", "gradients": "device"},
+    "split-state": {"params": SPLIT, "optimizer": {"host": 0.5, "nvme": 0.5}, "gradients": SPLIT},
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_late_copies_change_no_bit(placement: str, on_host: Result, make_device: DeviceMaker, tmp_path: Path) -> None:
+    config = configured(tmp_path, placement=PLACEMENTS[placement], tiers=ROOM)
+    device = make_device()
+    assert_identical(train_sharded(net(), config, RECIPE, device=device, poison=True), on_host, placement)
+    assert device.copies > 0 or placement == "device"
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_late_copies_under_the_smallest_budgets(
+    overlap: str, prefetch: int, seed: int, on_host: Result, make_device: DeviceMaker, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, tiers={"prefetch": prefetch}, optimizer={"overlap": overlap})
+    config = tight(net, config, device=make_device(seed))
+    assert_identical(train_sharded(net(), config, RECIPE, device=make_device(seed), poison=True), on_host)
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host", "device", "device-weights"])
+def test_late_copies_beside_updates_in_the_backward(
+    placement: str, unclipped: Result, make_device: DeviceMaker, tmp_path: Path
+) -> None:
+    config = configured(
+        tmp_path,
+        placement=PLACEMENTS[placement],
+        tiers=ROOM,
+        train={"grad_clip": 0},
+        optimizer={"overlap": "backward"},
+    )
+    assert_identical(train_sharded(net(), config, UNCLIPPED, device=make_device(), poison=True), unclipped, placement)
+
+
+@pytest.mark.parametrize("fault", ["forget_waits", "forget_synchronize"])
+@pytest.mark.parametrize("placement", ["nvme", "host", "device-gradients"])
+def test_lost_synchronisation_is_noticed(
+    fault: str, placement: str, on_host: Result, make_device: DeviceMaker, tmp_path: Path
+) -> None:
+    """What the tests above rest on: with one kind of ordering taken out of the device, results differ."""
+    config = configured(tmp_path, placement=PLACEMENTS[placement], tiers=ROOM)
+    broken = train_sharded(net(), config, RECIPE, device=make_device(**{fault: True}), poison=True)
+    with pytest.raises(AssertionError, match="differs|losses|norms"):
+        assert_identical(broken, on_host)
+
+
+def test_poisoned_pools_change_no_bit_on_the_host(on_host: Result, unclipped: Result, tmp_path: Path) -> None:
+    for placement in ("nvme", "host", SPLIT):
+        for overlap, recipe, wanted in (("forward", RECIPE, on_host), ("backward", UNCLIPPED, unclipped)):
+            config = configured(
+                tmp_path,
+                placement=everything_in(placement),
+                tiers=ROOM,
+                train={"grad_clip": 0},
+                optimizer={"overlap": overlap},
+            )
+            assert_identical(train_sharded(net(), config, recipe, poison=True), wanted, f"{placement} {overlap}")
+
+
+def test_a_buffer_given_back_too_early_is_noticed(
+    on_host: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the test above rests on: a pager that evicts what it has just handed out computes with NaN."""
+    demand = Pager.demand
+
+    def hasty(self: Pager, unit: UnitState) -> list[Gathered]:
+        gathered = demand(self, unit)
+        self.forget(unit)
+        return gathered
+
+    monkeypatch.setattr(Pager, "demand", hasty)
+    broken = train_sharded(net(), configured(tmp_path, tiers={"prefetch": 0}), RECIPE, poison=True)
+    with pytest.raises(AssertionError, match="losses"):
+        assert_identical(broken, on_host)
