@@ -123,7 +123,7 @@ def test_lost_synchronisation_is_noticed(
     """What the tests above rest on: with one kind of ordering taken out of the device, results differ."""
     config = configured(tmp_path, placement=PLACEMENTS[placement], tiers=ROOM)
     broken = train_sharded(net(), config, RECIPE, device=make_device(**{fault: True}), poison=True)
-    with pytest.raises(AssertionError, match="differs|losses|norms"):
+    with pytest.raises(AssertionError, match=r"differs|losses|norms"):
         assert_identical(broken, on_host)
 
 

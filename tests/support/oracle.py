@@ -1,0 +1,191 @@
+"""A model trained twice: unsharded with ``torch.optim.AdamW`` and under TierZero, then compared value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tierzero as tz
+from tierzero.api import running
+from tierzero.runtime.build import build_runtime
+from tierzero.runtime.state import slot_of
+
+TIERS = ("host", "nvme")
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what is trained on it: ``loss(model, step, rank)``. ``units`` as for `tierzero.shard`."""
+
+    build: Callable[[], nn.Module]
+    loss: Loss
+    units: Any = None
+    steps: int = 6
+    eps: float = 1e-8
+    """Larger where gradients are zero but for rounding (a key's bias in attention): Adam would amplify the noise."""
+    clip: float | None = None
+
+
+@dataclass
+class Outcome:
+    """Values in host memory, by parameter name. ``moments``: (m, v), None where the parameter never stepped."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, tuple[torch.Tensor, torch.Tensor] | None] = field(default_factory=dict)
+    updates: dict[str, int] = field(default_factory=dict)
+
+
+def config(nvme: Path, tier: object = "nvme", **sections: dict[str, Any]) -> tz.Config:
+    """fp32, small tiles, little prefetch, all state in ``tier``; ``sections`` over it."""
+    merged: dict[str, dict[str, Any]] = {
+        "train": {"precision": "fp32"},
+        "tiers": {"nvme": [str(nvme)], "tile": 4096, "prefetch": 1, "device": "64MiB", "host": "64MiB"},
+        "placement": dict.fromkeys(("params", "optimizer", "gradients"), tier),
+    }
+    for name, keys in sections.items():
+        merged[name] = merged.get(name, {}) | keys
+    return tz.Config.from_dict(merged)
+
+
+@contextmanager
+def sharded(model: nn.Module, settings: tz.Config, units: Any = None, **options: Any) -> Iterator[nn.Module]:
+    """The model sharded, released memory filled with NaN; closed at the end, whatever happened."""
+    runtime = build_runtime(model, settings, units, poison=True, **options)
+    try:
+        yield model
+    finally:
+        runtime.close()
+
+
+def built(case: Case, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return case.build()
+
+
+def hyper(case: Case) -> dict[str, Any]:
+    return {"lr": 1e-2, "betas": (0.9, 0.95), "eps": case.eps, "weight_decay": 0.1}
+
+
+def train_plain(case: Case, ranks: int = 1) -> Outcome:
+    """On one process; with several ``ranks`` on the mean of their losses, as data parallel training does."""
+    model = built(case)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **hyper(case))
+    outcome = Outcome()
+    for step in range(case.steps):
+        torch.manual_seed(100 + step)
+        loss = sum(case.loss(model, step, rank) for rank in range(ranks)) / ranks
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        outcome.losses.append(loss.item())
+        if case.clip is not None:
+            outcome.norms.append(torch.nn.utils.clip_grad_norm_(trained, case.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        outcome.weights[name] = parameter.detach().clone()
+        state = optimizer.state.get(parameter)
+        outcome.moments[name] = (state["exp_avg"], state["exp_avg_sq"]) if state else None
+        outcome.updates[name] = int(state["step"]) if state else 0
+    return outcome
+
+
+def take_steps(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int) -> Outcome:
+    """The training loop on a sharded model."""
+    outcome = Outcome()
+    for step in range(case.steps):
+        torch.manual_seed(100 + step)
+        loss = case.loss(model, step, rank)
+        loss.backward()
+        outcome.losses.append(_mean_over_ranks(loss.detach(), ranks))
+        if case.clip is not None:
+            outcome.norms.append(tz.clip_grad_norm_(model, case.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcome
+
+
+def _mean_over_ranks(loss: torch.Tensor, ranks: int) -> float:
+    total = loss.clone()
+    if ranks > 1:
+        torch.distributed.all_reduce(total)
+    return total.item() / ranks
+
+
+def train_sharded(case: Case, settings: tz.Config, rank: int = 0, ranks: int = 1) -> Outcome:
+    with sharded(built(case), settings, case.units) as model:
+        optimizer = tz.AdamW(model.parameters(), **hyper(case))
+        outcome = take_steps(case, model, optimizer, rank, ranks)
+        record_state(model, outcome)
+        assert_at_rest(model)
+    return outcome
+
+
+def record_state(model: nn.Module, outcome: Outcome) -> None:
+    for name, parameter in model.named_parameters():
+        slot = slot_of(parameter)
+        assert slot is not None
+        outcome.weights[name] = tz.read_state(parameter, "weight")
+        outcome.updates[name] = slot.step
+        outcome.moments[name] = None
+        if slot.step:
+            outcome.moments[name] = (tz.read_state(parameter, "m"), tz.read_state(parameter, "v"))
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    """Between steps every parameter is away, no unit is in use, and no pool went over its budget."""
+    runtime = running(model)
+    assert [slot.name for slot in runtime.slots() if not slot.is_away] == []
+    assert [unit.title for unit in runtime.units if unit.active] == []
+    assert runtime.pools["buckets"].used == 0
+    for name, pool in runtime.pools.items():
+        assert pool.peak <= pool.capacity, name
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted, of the tensor as a whole."""
+    if not wanted.numel():
+        return 0.0
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12))
+
+
+def assert_close(found: Outcome, wanted: Outcome, tolerance: float = 1e-5) -> None:
+    """Losses, norms and weights within ``tolerance`` (relative), moments within five times that, step counts equal."""
+    for step, (have, want) in enumerate(zip(found.losses, wanted.losses, strict=True)):
+        assert abs(have - want) <= tolerance * max(1.0, abs(want)), f"loss of step {step}: {have} instead of {want}"
+    for step, (have, want) in enumerate(zip(found.norms, wanted.norms, strict=True)):
+        assert abs(have - want) <= 10 * tolerance * max(1e-3, want), f"norm of step {step}: {have} instead of {want}"
+    assert found.weights.keys() == wanted.weights.keys()
+    assert found.updates == wanted.updates
+    for name, want_weight in wanted.weights.items():
+        assert found.weights[name].shape == want_weight.shape
+        error = relative_error(found.weights[name], want_weight)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+        have_moments, want_moments = found.moments[name], wanted.moments[name]
+        if have_moments is not None and want_moments is not None:
+            for which, have_moment, want_moment in zip("mv", have_moments, want_moments, strict=True):
+                error = relative_error(have_moment, want_moment)
+                assert error <= 5 * tolerance, f"{name} {which}: relative error {error:.2e}"
+
+
+def assert_bits(found: Outcome, wanted: Outcome) -> None:
+    """Equal to the last bit."""
+    assert found.losses == wanted.losses
+    assert found.norms == wanted.norms
+    assert found.updates == wanted.updates
+    for name, weight in wanted.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+        have, want = found.moments[name], wanted.moments[name]
+        assert (have is None) == (want is None), name
+        if have is not None and want is not None:
+            assert torch.equal(have[0], want[0]), f"{name} m"
+            assert torch.equal(have[1], want[1]), f"{name} v"
