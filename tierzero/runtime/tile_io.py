@@ -68,8 +68,7 @@ class TileIO:
             places = self._lay_out([home for _, home in staged])
             await self._page_in(opened, staged, places, priority)
         except BaseException:
-            if opened.staging is not None:
-                self.staging.release(opened.staging)
+            self.close(opened)  # one of two reads may have succeeded: its lease must end too
             raise
         for kind, home in wanted:
             self._bind(group, opened, kind, home, places.get(id(home)))
