@@ -86,6 +86,7 @@ class Runtime:
         self.gradients.before_arrival = self._before_arrival
         self.gradients.on_unit_complete = self._on_unit_complete
         self.saved_weights = SavedWeights(self.pager)
+        self.saved_weights.know(self.slots())
         self.held_open: set[SlotState] = set()
         """Parameters that `gathered` keeps resident."""
         self.clip_factor = 1.0
@@ -276,7 +277,8 @@ class Runtime:
         for group in unit.groups:
             spec, group.pending = group.pending, None
             if spec is not None:
-                group.updating = self.engine.submit(self._update_after(reduced, group, spec))
+                update = self._update_after(reduced, group, spec)
+                group.updating = self.engine.submit(self.updater.whole_or_failed(update))
 
     async def _update_after(self, reduced: Future[None] | None, group: GroupState, spec: UpdateSpec) -> None:
         if reduced is not None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +22,8 @@ from tierzero.runtime.device import Device, Event
 from tierzero.runtime.state import GroupState, Home, Tile, UpdateSpec
 from tierzero.runtime.tile_io import OpenTile, Parts, TileIO
 from tierzero.tiers import PAGE, Buffer, IoEngine, Priority, Tier, TieredStore, page_round
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,20 @@ class Updater:
         updating = group.updating
         if updating is not None:
             await asyncio.wrap_future(updating)
-        return await self._bring_all(group, spec, destination, priority)
+        work = self._bring_all(group, spec, destination, priority)
+        return await (work if spec is None else self.whole_or_failed(work))
 
     async def apply(self, group: GroupState, spec: UpdateSpec) -> None:
         """Updates the shard in its home only; unlike `bring` it does not wait for an update beside the backward,
         which it is.
         """
         await self._bring_all(group, spec, None, Priority.WRITE_BACK)
+
+    async def whole_or_failed(self, update: Coroutine[Any, Any, T]) -> T:
+        """Runs an update that nothing can take back: if it fails half-way, tiles of one shard are at different steps.
+        The engine then keeps the error, so that nobody goes on from them.
+        """
+        return await self._engine.spawn(update)
 
     async def _bring_all(
         self, group: GroupState, spec: UpdateSpec | None, destination: Destination | None, priority: Priority
