@@ -24,6 +24,16 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
+class Head(Linear):
+    """The output layer: logits, or with ``targets`` the mean cross entropy, whose logits never exist as a whole."""
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` [..., dim] -> logits [..., vocab], or with ``targets`` int64 [...] a scalar in fp32."""
+        if targets is None:
+            return super().forward(x)
+        return cross_entropy(x.flatten(0, -2), self.weight, targets.flatten())
+
+
 class Embedding(nn.Embedding):
     """An embedding with normally distributed rows of deviation 0.02."""
 
@@ -85,7 +95,7 @@ class GPT(nn.Module):
         self.position = Embedding(seq_len, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, layers, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(dim, bias=False)
-        self.head = None if tied else Linear(dim, vocab)
+        self.head = None if tied else Head(dim, vocab)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """``ids`` int64 [batch, tokens <= seq_len] -> logits [batch, tokens, vocab].
@@ -99,10 +109,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        weight = self.token.weight if self.head is None else self.head.weight
+        if self.head is not None:
+            out: torch.Tensor = self.head(x, targets)
+            return out
         if targets is None:
-            return F.linear(x, weight)
-        return cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+            return F.linear(x, self.token.weight)
+        return cross_entropy(x.flatten(0, 1), self.token.weight, targets.flatten())
 
     @torch.no_grad()
     def generate(

@@ -66,5 +66,6 @@ def cross_entropy(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, 
     about ``chunk`` fp32 logits are alive at a time, in the forward and in the backward. Differentiable once, in ``x``
     and ``weight``.
     """
+    weight = weight.view_as(weight)  # a weight that has to be fetched is fetched here, and not once per chunk
     found: torch.Tensor = _LinearCrossEntropy.apply(x, weight, targets, chunk)  # type: ignore[no-untyped-call]
     return found

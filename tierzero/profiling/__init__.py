@@ -1,0 +1,1 @@
+"""Measurements: TierZero beside other systems, on the same model and data."""

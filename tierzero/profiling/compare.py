@@ -1,0 +1,134 @@
+"""Systems side by side: each in a process of its own, in alternating rounds, quoted as medians and as ratios to plain
+PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tierzero.errors import TierZeroError
+from tierzero.profiling.systems import Workload
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"dim": 256, "layers": 4, "heads": 4, "vocab": 4096},
+    "125m": {"dim": 768, "layers": 12, "heads": 12, "vocab": 25600},
+    "350m": {"dim": 1024, "layers": 24, "heads": 16, "vocab": 25600},
+    "1.3b": {"dim": 2048, "layers": 24, "heads": 16, "vocab": 25600},
+}
+_ALL = ("params", "optimizer", "gradients")
+
+
+def _placed(params: str, optimizer: str, gradients: str) -> dict[str, Any]:
+    return {"placement": dict(zip(_ALL, (params, optimizer, gradients), strict=True))}
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("plain", {}),
+    "fsdp2": ("fsdp2", {}),
+    "tierzero-host": ("tierzero", _placed("host", "host", "host")),
+    "tierzero-optimizer-nvme": ("tierzero", _placed("host", "nvme", "host")),
+    "tierzero-nvme": ("tierzero", _placed("nvme", "nvme", "host")),
+    "tierzero-nvme-gradients": ("tierzero", _placed("nvme", "nvme", "nvme")),
+}
+"""What can be compared: the system and its configuration. In ``tierzero-nvme`` gradients stay on the host, where bf16
+takes 2 bytes per parameter."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system's medians over all rounds."""
+
+    name: str
+    parameters: int
+    step_s: float
+    tokens_per_s: float
+    peak_rss: int
+    disk_bytes_per_parameter: float
+    last_loss: float
+    waiting_s: float
+
+
+def run_once(work: Workload) -> dict[str, Any]:
+    """Measures one system in a fresh process. Raises TierZeroError with the end of what it printed when it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tierzero.profiling.systems", json.dumps(asdict(work))],
+        capture_output=True,
+        text=True,
+        env=_environment(),
+    )
+    if done.returncode != 0:
+        raise TierZeroError(
+            f"{work.system} failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}"
+        )
+    outcome: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return outcome
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")}
+
+
+def compare(work: Workload, names: Sequence[str], rounds: int, progress: Any = None) -> list[Row]:
+    """Runs every named variant ``rounds`` times, in turn."""
+    outcomes: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names:
+            system, config = VARIANTS[name]
+            if progress is not None:
+                progress(f"round {number + 1}/{rounds}: {name}")
+            outcomes[name].append(run_once(replace(work, system=system, config={**config, **work.config})))
+    return [_row(name, work, results) for name, results in outcomes.items()]
+
+
+def _row(name: str, work: Workload, results: list[dict[str, Any]]) -> Row:
+    counted = slice(work.warmup, None)
+    step = statistics.median(value for result in results for value in result["step_s"][counted])
+    moved = [
+        read + written
+        for result in results
+        for read, written in zip(result["disk_read"][counted], result["disk_write"][counted], strict=True)
+    ]
+    parameters = int(results[0]["parameters"])
+    waits = [sum(stall.values()) for result in results for stall in result["stall_s"][counted]]
+    return Row(
+        name,
+        parameters,
+        step,
+        work.batch * work.seq_len / step,
+        int(statistics.median(result["peak_rss"] for result in results)),
+        statistics.median(moved) / parameters,
+        float(results[0]["loss"][-1]),
+        statistics.median(waits) if waits else 0.0,
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown, with ratios to the first."""
+    base = rows[0]
+    ratio = f"/ {base.name}"
+    titles = ("system", "step s", ratio, "tokens/s", "peak RSS GB", ratio, "disk B/param/step", "waiting s", "loss")
+    lines = [_line(titles), _line(["---"] * len(titles))]
+    for row in rows:
+        cells = (
+            row.name,
+            f"{row.step_s:.2f}",
+            f"{row.step_s / base.step_s:.2f}",
+            f"{row.tokens_per_s:.0f}",
+            f"{row.peak_rss / 1e9:.2f}",
+            f"{row.peak_rss / base.peak_rss:.2f}",
+            f"{row.disk_bytes_per_parameter:.1f}",
+            f"{row.waiting_s:.2f}",
+            f"{row.last_loss:.5f}",
+        )
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
