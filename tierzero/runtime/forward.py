@@ -9,7 +9,7 @@ gathered buffer itself can be reused at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from tierzero.runtime.paged import PagedParameter
 from tierzero.runtime.pager import Pager
-from tierzero.runtime.state import GroupState, UnitState
+from tierzero.runtime.state import Gathered, GroupState, SlotState, UnitState
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -39,6 +40,14 @@ class WeightHandle:
 
 
 @dataclass(frozen=True)
+class ParameterHandle:
+    """A parameter that was saved while it was away: a custom ``autograd.Function`` is handed the parameter itself."""
+
+    slot: SlotState
+    version: int
+
+
+@dataclass(frozen=True)
 class _Outer:
     """A tensor packed by the hooks that were in force around the unit (activation checkpointing, offloading)."""
 
@@ -51,6 +60,11 @@ class SavedWeights:
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
+        self._away: dict[int, SlotState] = {}
+
+    def know(self, slots: Iterable[SlotState]) -> None:
+        """Learns by which memory the parameters are to be recognised while they are away."""
+        self._away = {slot.away.untyped_storage().data_ptr(): slot for slot in slots if slot.slot.numel}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -70,12 +84,16 @@ class SavedWeights:
             return handle
         return tensor if outer is None else _Outer(outer[0](tensor), outer[1])
 
-    def _handle(self, tensor: torch.Tensor) -> WeightHandle | None:
+    def _handle(self, tensor: torch.Tensor) -> WeightHandle | ParameterHandle | None:
+        if isinstance(tensor, PagedParameter):
+            return ParameterHandle(tensor._tierzero, tensor._tierzero.group.version)
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
-        gathered = self._pager.find(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage().data_ptr()
+        gathered = self._pager.find(storage)
         if gathered is None:
-            return None
+            slot = self._away.get(storage)
+            return None if slot is None else ParameterHandle(slot, slot.group.version)
         offset = tensor.data_ptr() - gathered.flat.data_ptr()
         return WeightHandle(
             gathered.group, gathered.group.version, tensor.dtype, offset, tensor.size(), tensor.stride()
@@ -84,6 +102,9 @@ class SavedWeights:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, WeightHandle):
             return self._resolve(packed)
+        if isinstance(packed, ParameterHandle):
+            whole = self._whole(packed.slot.group, packed.version)
+            return whole.parameter_values(packed.slot.slot)
         if isinstance(packed, _Outer):
             result: torch.Tensor = packed.unpack(packed.packed)
             return result
@@ -91,15 +112,17 @@ class SavedWeights:
         return packed
 
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
-        group = handle.group
-        if handle.version != group.version:
+        flat = self._whole(handle.group, handle.version).flat.view(handle.dtype)
+        start = flat.storage_offset() + handle.offset // handle.dtype.itemsize
+        return flat.as_strided(handle.size, handle.stride, start)
+
+    def _whole(self, group: GroupState, version: int) -> Gathered:
+        if version != group.version:
             raise RuntimeError(
                 f"the weights of unit {group.unit.title!r} were updated between this forward and its backward; "
                 "call backward before optimizer.step(), or run the forward again"
             )
-        flat = self._pager.demand(group.unit)[group.index].flat.view(handle.dtype)
-        start = flat.storage_offset() + handle.offset // handle.dtype.itemsize
-        return flat.as_strided(handle.size, handle.stride, start)
+        return self._pager.demand(group.unit)[group.index]
 
 
 @contextmanager
