@@ -13,8 +13,9 @@ must match; a unit that a rank did not use contributes zeros if another rank use
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,9 @@ from tierzero.runtime.tile_io import TileIO
 from tierzero.sharding.collectives import Collectives
 from tierzero.sharding.layout import bucket_elements
 from tierzero.tiers import Buffer, IoEngine, MemoryPool, TieredStore
+
+_WORTH_THREADS = 256 * 1024
+"""Elements of a gradient from which on it is added by several threads."""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Gradients:
         self._in_flight: dict[int, Future[None]] = {}
         self._order = [unit.index for unit in reversed(units) if self._arrivals[unit.index].expected]
         self._next = 0
+        self._helpers = ThreadPoolExecutor(os.cpu_count(), "tierzero-gradient")
         self._tasks: set[int] = set()
         self._whole = {id(g): g.whole_home("gradient") for u in units for g in u.groups if g.layout.trainable}
         self._home = GradientHome(engine, store, tile_io, device, collectives, buckets, self._whole)
@@ -104,7 +109,11 @@ class Gradients:
         whole = self._whole[id(slot.group)]
         assert whole is not None
         target = whole.narrow(0, slot.slot.offset, slot.slot.numel)
-        slot.sum_of_squares = accumulate(target, values.contiguous(), overwrite=not slot.has_grad)
+        # The compute threads are idle while autograd hands a gradient over.
+        threads = torch.get_num_threads() if values.numel() >= _WORTH_THREADS else 1
+        slot.sum_of_squares = accumulate(
+            target, values.contiguous(), overwrite=not slot.has_grad, threads=threads, executor=self._helpers
+        )
         slot.has_grad = True
 
     def _collect(self, slot: SlotState, values: torch.Tensor) -> None:
@@ -264,6 +273,9 @@ class Gradients:
             self._reset_arrivals()
         for slot in slots if slots is not None else [s for unit in self._units for s in unit.all_slots()]:
             slot.drop_gradient()
+
+    def close(self) -> None:
+        self._helpers.shutdown(wait=False)
 
     def recover(self) -> None:
         """After a backward that was broken off: what it left half collected is put away as it is, or dropped where

@@ -354,6 +354,7 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        self.gradients.close()
         if self.collectives is not None:
             self.collectives.close()
         self.engine.close()
