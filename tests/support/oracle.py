@@ -75,6 +75,12 @@ def hyper(case: Case) -> dict[str, Any]:
     return {"lr": 1e-2, "betas": (0.9, 0.95), "eps": case.eps, "weight_decay": 0.1}
 
 
+def seeded_loss(case: Case, model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The loss, with random numbers (dropout) that depend on step and rank only."""
+    torch.manual_seed(100 * step + rank)
+    return case.loss(model, step, rank)
+
+
 def train_plain(case: Case, ranks: int = 1) -> Outcome:
     """On one process; with several ``ranks`` on the mean of their losses, as data parallel training does."""
     model = built(case)
@@ -82,8 +88,7 @@ def train_plain(case: Case, ranks: int = 1) -> Outcome:
     optimizer = torch.optim.AdamW(trained, **hyper(case))
     outcome = Outcome()
     for step in range(case.steps):
-        torch.manual_seed(100 + step)
-        loss = sum(case.loss(model, step, rank) for rank in range(ranks)) / ranks
+        loss = sum(seeded_loss(case, model, step, rank) for rank in range(ranks)) / ranks
         assert isinstance(loss, torch.Tensor)
         loss.backward()
         outcome.losses.append(loss.item())
@@ -103,8 +108,7 @@ def take_steps(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, r
     """The training loop on a sharded model."""
     outcome = Outcome()
     for step in range(case.steps):
-        torch.manual_seed(100 + step)
-        loss = case.loss(model, step, rank)
+        loss = seeded_loss(case, model, step, rank)
         loss.backward()
         outcome.losses.append(_mean_over_ranks(loss.detach(), ranks))
         if case.clip is not None:
@@ -131,7 +135,9 @@ def train_sharded(case: Case, settings: tz.Config, rank: int = 0, ranks: int = 1
 
 
 def record_state(model: nn.Module, outcome: Outcome) -> None:
-    for name, parameter in model.named_parameters():
+    """Weights and moments; of models of very many parameters those of some, because each one is read by itself."""
+    named = list(model.named_parameters())
+    for name, parameter in named[:: 1 + len(named) // 500]:
         slot = slot_of(parameter)
         assert slot is not None
         outcome.weights[name] = tz.read_state(parameter, "weight")
@@ -151,29 +157,33 @@ def assert_at_rest(model: nn.Module) -> None:
         assert pool.peak <= pool.capacity, name
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted, of the tensor as a whole."""
+def relative_error(found: torch.Tensor, wanted: torch.Tensor, least: float = 1e-12) -> float:
+    """Norm of the difference over the norm of what is wanted (``least`` if that is smaller), of the whole tensor."""
     if not wanted.numel():
         return 0.0
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12))
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(least))
 
 
 def assert_close(found: Outcome, wanted: Outcome, tolerance: float = 1e-5) -> None:
     """Losses, norms and weights within ``tolerance`` (relative), moments within five times that, step counts equal."""
-    for step, (have, want) in enumerate(zip(found.losses, wanted.losses, strict=True)):
-        assert abs(have - want) <= tolerance * max(1.0, abs(want)), f"loss of step {step}: {have} instead of {want}"
-    for step, (have, want) in enumerate(zip(found.norms, wanted.norms, strict=True)):
-        assert abs(have - want) <= 10 * tolerance * max(1e-3, want), f"norm of step {step}: {have} instead of {want}"
-    assert found.weights.keys() == wanted.weights.keys()
-    assert found.updates == wanted.updates
-    for name, want_weight in wanted.weights.items():
-        assert found.weights[name].shape == want_weight.shape
-        error = relative_error(found.weights[name], want_weight)
+    for step, (have_loss, want_loss) in enumerate(zip(found.losses, wanted.losses, strict=True)):
+        where = f"loss of step {step}: {have_loss} instead of {want_loss}"
+        assert abs(have_loss - want_loss) <= tolerance * max(1.0, abs(want_loss)), where
+    for step, (have_norm, want_norm) in enumerate(zip(found.norms, wanted.norms, strict=True)):
+        where = f"norm of step {step}: {have_norm} instead of {want_norm}"
+        assert abs(have_norm - want_norm) <= 10 * tolerance * max(1e-3, want_norm), where
+    assert found.weights
+    for name, have_weight in found.weights.items():
+        want_weight = wanted.weights[name]
+        assert found.updates[name] == wanted.updates[name], f"{name}: number of updates"
+        assert have_weight.shape == want_weight.shape
+        error = relative_error(have_weight, want_weight)
         assert error <= tolerance, f"{name}: relative error {error:.2e}"
         have_moments, want_moments = found.moments[name], wanted.moments[name]
         if have_moments is not None and want_moments is not None:
-            for which, have_moment, want_moment in zip("mv", have_moments, want_moments, strict=True):
-                error = relative_error(have_moment, want_moment)
+            # Below the floors a gradient is nothing but rounding.
+            for which, have, want, least in zip("mv", have_moments, want_moments, (1e-4, 1e-8), strict=True):
+                error = relative_error(have, want, least)
                 assert error <= 5 * tolerance, f"{name} {which}: relative error {error:.2e}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import tierzero as tz
@@ -68,7 +69,8 @@ def configured(nvme: Path, **sections: dict[str, Any]) -> tz.Config:
 def tight(
     build: Callable[[], nn.Module], config: tz.Config, units: Any = UNITS, device: Device | None = None
 ) -> tz.Config:
-    """``config`` with the smallest device and host budgets that it accepts."""
+    """``config`` with the smallest device and host budgets that it accepts. On several ranks all must call it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1  # which share the host's budget
     budgets = {"device": 4096, "host": 4096}
     while True:
         candidate = tz.Config.from_dict(_with_budgets(config, budgets))
@@ -76,7 +78,7 @@ def tight(
             runtime = build_runtime(build(), candidate, units, device=device)
         except BudgetError as error:
             tier = str(error).removeprefix("tiers.").split(" ")[0]
-            budgets[tier] += error.missing
+            budgets[tier] += error.missing * (ranks if tier == "host" else 1)
         else:
             runtime.close()
             return candidate

@@ -219,7 +219,7 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(DIM, 31), nn.BatchNorm1d(31), nn.Tanh(), nn.Linear(31, DIM))
+        self.layers = nn.Sequential(nn.Linear(DIM, 31, bias=False), nn.BatchNorm1d(31), nn.Tanh(), nn.Linear(31, DIM))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -259,12 +259,15 @@ class Recurrent(nn.Module):
 
 
 class Reparametrized(nn.Module):
-    """Weights that are computed from others: weight norm (new and old), orthogonal, spectral norm with its buffers."""
+    """Weights that are computed from others: weight norm, orthogonal, spectral norm (whose buffers every forward
+    changes)."""
 
-    def __init__(self) -> None:
+    def __init__(self, spectral: bool = True) -> None:
         super().__init__()
         self.normed = parametrizations.weight_norm(nn.Linear(DIM, DIM))
-        self.spectral = parametrizations.spectral_norm(nn.Linear(DIM, DIM))
+        self.spectral = nn.Linear(DIM, DIM)
+        if spectral:
+            parametrizations.spectral_norm(self.spectral)
         self.orthogonal = parametrizations.orthogonal(nn.Linear(DIM, DIM, bias=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -416,8 +419,9 @@ CASES: dict[str, Case] = {
     "lstm-in-root": Case(Recurrent, regression, ("last",)),
     "reparametrized": Case(Reparametrized, regression, (nn.Linear,), eps=1e-5),
     "reparametrized-in-root": Case(Reparametrized, regression, ("normed",), eps=1e-5),
+    "weight-normed": Case(lambda: Reparametrized(False), regression, (nn.Linear,), eps=1e-5),
     "odd": Case(Odd, regression, (nn.Linear,)),
-    "many": Case(Many, regression, ("parts.?", "parts.1*"), steps=5, eps=1e-6),
+    "many": Case(Many, regression, ("parts.?", "parts.1*"), steps=3, eps=1e-6),
     "wide": Case(Wide, language, ("embed", Block), clip=0.3),
     "unused": Case(Unused, unused, (Block,), clip=0.1),
     "lora": Case(Lora, language, (Adapted, "embed", "head")),
