@@ -114,10 +114,12 @@ def plain(work: Workload) -> Iterator[tuple[int, Step]]:
     if work.recompute:
         _recompute_blocks(model)
     bf16 = work.precision == "bf16"
-    masters = [p.detach().clone().requires_grad_() for p in model.parameters()] if bf16 else list(model.parameters())
+    masters: list[torch.Tensor] = (
+        [p.detach().clone().requires_grad_() for p in model.parameters()] if bf16 else list(model.parameters())
+    )
     if bf16:
         model.to(torch.bfloat16)
-    weights = list(model.parameters())
+    weights: list[torch.Tensor] = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> float:
@@ -145,7 +147,7 @@ def fsdp2(work: Workload) -> Iterator[tuple[int, Step]]:
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     model = _model(work)
     model.apply(seeded_reset(_names(model)))
     if work.recompute:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tierzero.runtime.paged import PagedParameter
 from tierzero.runtime.pager import Pager
-from tierzero.runtime.state import Gathered, GroupState, SlotState, UnitState
+from tierzero.runtime.state import Gathered, GroupState, SlotState, UnitState, slot_of
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -86,7 +86,8 @@ class SavedWeights:
 
     def _handle(self, tensor: torch.Tensor) -> WeightHandle | ParameterHandle | None:
         if isinstance(tensor, PagedParameter):
-            return ParameterHandle(tensor._tierzero, tensor._tierzero.group.version)
+            slot = slot_of(tensor)
+            return None if slot is None else ParameterHandle(slot, slot.group.version)
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
         storage = tensor.untyped_storage().data_ptr()
