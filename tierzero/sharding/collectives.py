@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +23,9 @@ import torch.distributed as dist
 from tierzero.errors import TierZeroError
 
 T = TypeVar("T")
+
+_TURN = timedelta(seconds=0.2)
+_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,11 @@ class _Worker:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=_run_in_order, args=(self._work,), name="tierzero-collective", daemon=True).start()
+        self.given_up = threading.Event()
+        """What still waits for other ranks fails."""
+        arguments = (self._work, self.given_up)
+        self._thread = threading.Thread(target=_run_in_order, args=arguments, name="tierzero-collective", daemon=True)
+        self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -67,17 +75,46 @@ class _Worker:
         return future
 
     def close(self) -> None:
-        """Lets the thread end after what it was given."""
+        """Ends the thread after what it was given, or after `_PATIENCE_S` where the other ranks do not take part."""
         self._work.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE_S)
+            self.given_up.set()
+            self._thread.join(_PATIENCE_S)
 
 
-def _run_in_order(work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+def _run_in_order(
+    work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None], given_up: threading.Event
+) -> None:
     while (item := work.get()) is not None:
         future, call = item
         try:
+            if given_up.is_set():
+                raise _closed()
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
+        del item, future, call  # an idle thread must not keep a model alive
+
+
+def _closed() -> TierZeroError:
+    return TierZeroError("the model was closed before all ranks had taken part in its last collectives")
+
+
+def _host_wait(work: dist.Work | None, given_up: threading.Event) -> None:
+    """Waits in short turns, in Python between them: a thread inside the wait itself when the interpreter ends would
+    take the process down with SIGABRT, and hide the error that it ends for.
+    """
+    while work is not None:
+        try:
+            work.wait(_TURN)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # its own error, if it has one
+                return
+            if given_up.is_set():
+                raise _closed() from None
 
 
 @dataclass
@@ -104,11 +141,14 @@ class Collectives:
             assert isinstance(group, dist.ProcessGroup)
             return group
 
+        self._host_data = host_compute
         data = "gloo" if host_compute else None
         self._gather = _Lane(new(data), new("gloo"))
         self._reduce = _Lane(new(data), new("gloo"))
         self._small = new("gloo")
         self.bytes = CommBytes()
+        # At interpreter exit too, before the threads are stopped wherever they are.
+        self._end = weakref.finalize(self, _close_all, (self._gather.thread, self._reduce.thread))
 
     def submit_gather(self, unit: int, work: Callable[[], T]) -> Future[T]:
         """Runs ``work`` in the gathers' order, after the ranks agreed that it is ``unit``'s turn."""
@@ -126,7 +166,7 @@ class Collectives:
 
     def _check_tag(self, lane: _Lane, unit: int) -> None:
         tags = torch.empty(self._world.size, dtype=torch.int64)
-        _gather_into(tags, torch.tensor([unit]), lane.tags)
+        _host_wait(_gather_into(tags, torch.tensor([unit]), lane.tags), lane.thread.given_up)
         if bool((tags != unit).any()):
             asked = ", ".join(f"rank {rank}: {self._names[tag]!r}" for rank, tag in enumerate(tags.tolist()))
             raise RankMismatchError(
@@ -139,18 +179,18 @@ class Collectives:
         """Fills ``whole`` with all ranks' ``shard`` (which may be this rank's own part of ``whole``). Call only from
         gather work.
         """
-        _gather_into(whole, shard, self._gather.data)
+        self._wait(_gather_into(whole, shard, self._gather.data), self._gather)
         self.bytes.all_gather += whole.nbytes
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
         """``shard`` becomes this rank's part of the ranks' mean of ``whole``. Call only from reduce work."""
-        _reduce_scatter(shard, whole, self._reduce.data)
+        self._wait(_reduce_scatter(shard, whole, self._reduce.data), self._reduce)
         shard.div_(self._world.size)
         self.bytes.reduce_scatter += whole.nbytes
 
     def all_reduce_mean(self, whole: torch.Tensor) -> None:
         """``whole`` becomes the ranks' mean. Call only from reduce work."""
-        dist.all_reduce(whole, group=self._reduce.data)
+        self._wait(dist.all_reduce(whole, group=self._reduce.data, async_op=True), self._reduce)
         whole.div_(self._world.size)
         self.bytes.all_reduce += whole.nbytes
 
@@ -173,16 +213,29 @@ class Collectives:
         source = dist.get_global_rank(self._small, 0)
         dist.broadcast(values, src=source, group=self._small)
 
+    def _wait(self, work: dist.Work | None, lane: _Lane) -> None:
+        if self._host_data:
+            _host_wait(work, lane.thread.given_up)
+        elif work is not None:
+            work.wait()  # on a GPU this orders streams and does not block
+
     def close(self) -> None:
-        for lane in (self._gather, self._reduce):
-            lane.thread.close()
+        """Ends the threads, also where another rank is gone. Safe to call twice."""
+        self._end()
 
 
-def _gather_into(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    single = getattr(dist, "all_gather_single", None)
-    (single or dist.all_gather_into_tensor)(whole, shard, group=group)
+def _close_all(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.close()
 
 
-def _reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    single = getattr(dist, "reduce_scatter_single", None)
-    (single or dist.reduce_scatter_tensor)(shard, whole, group=group)
+def _gather_into(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(whole, shard, group=group, async_op=True)
+    return work
+
+
+def _reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work | None = reduce(shard, whole, group=group, async_op=True)
+    return work
