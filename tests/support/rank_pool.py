@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120
-JOB_SECONDS = 90
+JOB_SECONDS = 60
 
 
 class RankFailure(AssertionError):
@@ -39,6 +39,8 @@ class RankPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._ranks: list[_Rank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        """The rendezvous file in it serves as long as the ranks make process groups."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls ``function(rank, size, *args)`` on every rank. Raises RankFailure with every rank's traceback."""
@@ -49,7 +51,7 @@ class RankPool:
         answers = [self._answer(rank.connection) for rank in self._ranks]
         failures = [f"rank {index}: {text}" for index, (good, text) in enumerate(answers) if not good]
         if failures:
-            self.close()
+            self._kill()
             raise RankFailure("\n".join(failures))
         return [value for _, value in answers]
 
@@ -64,7 +66,8 @@ class RankPool:
             return False, "the process ended"
 
     def _start(self) -> None:
-        with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/jobs", family="AF_UNIX") as listener:
+        folder = tempfile.mkdtemp(dir=self._folder.name)
+        with Listener(f"{folder}/jobs", family="AF_UNIX") as listener:
             listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
             processes = [self._spawn(folder, rank) for rank in range(self.size)]
             connections: dict[int, Connection] = {}
@@ -88,6 +91,10 @@ class RankPool:
         return subprocess.Popen([sys.executable, "-m", "tests.support.rank_pool", folder], cwd=ROOT, env=environment)
 
     def close(self) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
         for rank in self._ranks:
             rank.connection.close()
             rank.process.kill()

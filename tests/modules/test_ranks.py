@@ -1,0 +1,51 @@
+"""Two ranks with different data train to the values of one process on the mean of their losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ..support.oracle import TIERS, Case, assert_bits, assert_close, config, train_plain, train_sharded
+from ..support.rank_pool import RankPool
+from ..support.zoo import CASES
+
+NAMES = (
+    "tied",
+    "tied-functional",
+    "borrower",
+    "captured",
+    "albert",
+    "skipping",
+    "branching",
+    "two-forwards",
+    "structured",
+    "encoder",
+    "lstm",
+    "weight-normed",
+    "odd",
+    "wide",
+    "unused",
+    "lora",
+    "mixture",
+    "one-block",
+    "every-leaf",
+)
+
+
+def ten_steps(name: str) -> Case:
+    case = CASES[name]
+    return Case(case.build, case.loss, case.units, max(10, case.steps), max(case.eps, 1e-6), case.clip)
+
+
+def train_as_rank(rank: int, size: int, name: str, tiers: tuple[str, ...], nvme: str) -> None:
+    case = ten_steps(name)
+    found = [train_sharded(case, config(Path(nvme), tier), rank, size) for tier in tiers]
+    assert_close(found[0], train_plain(case, size), tolerance=5e-5)
+    for other in found[1:]:
+        assert_bits(other, found[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_agree_with_one_process(name: str, tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(train_as_rank, name, TIERS, str(tmp_path))
