@@ -26,6 +26,7 @@ from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_
 from tierzero.runtime.forward import install_forward
 from tierzero.runtime.runtime import Machinery, Runtime
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState, slot_of
+from tierzero.runtime.zeroing import install_zero_grad
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.sharding.layout import FlatLayout, flat_layout
 from tierzero.sharding.units import UnitChoice, UnitSpec, find_units
@@ -274,6 +275,7 @@ def _install(runtime: Runtime, model: nn.Module, config: Config) -> None:
         if slot.group.layout.trainable:
             with torch._C.DisableTorchFunctionSubclass():
                 slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: runtime.gradients.arrive(slot))
+    install_zero_grad(runtime, model)
     if not runtime.device.is_host:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):

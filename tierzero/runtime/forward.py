@@ -105,7 +105,8 @@ class SavedWeights:
             return self._resolve(packed)
         if isinstance(packed, ParameterHandle):
             whole = self._whole(packed.slot.group, packed.version)
-            return whole.parameter_values(packed.slot.slot)
+            # A copy: one function may have saved parameters of more units than stay gathered at once.
+            return whole.parameter_values(packed.slot.slot).clone()
         if isinstance(packed, _Outer):
             result: torch.Tensor = packed.unpack(packed.packed)
             return result
@@ -115,7 +116,9 @@ class SavedWeights:
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         flat = self._whole(handle.group, handle.version).flat.view(handle.dtype)
         start = flat.storage_offset() + handle.offset // handle.dtype.itemsize
-        return flat.as_strided(handle.size, handle.stride, start)
+        weight = flat.as_strided(handle.size, handle.stride, start)
+        # A backward that is itself recorded (create_graph) keeps what it used for as long as its own graph lives.
+        return weight.clone() if torch.is_grad_enabled() else weight
 
     def _whole(self, group: GroupState, version: int) -> Gathered:
         if version != group.version:

@@ -45,6 +45,8 @@ _REFUSED = frozenset(
     }
 )
 _GRAD = frozenset({"grad", "_grad"})
+_BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
+"""Functions that mean the parameter object itself, not its values."""
 
 
 class ParameterOwner(Protocol):
@@ -94,6 +96,8 @@ class PagedParameter(nn.Parameter):
         name, kind = _name_and_kind(func)
         with torch._C.DisableTorchFunctionSubclass():
             first = args[0] if args else None
+            if func in _BY_IDENTITY:
+                return func(*args, **kwargs)
             if name in _GRAD and isinstance(first, PagedParameter):
                 return _grad_access(first._tierzero, kind, args)
             if name in ("requires_grad", "requires_grad_") and kind != "__get__" and isinstance(first, PagedParameter):
