@@ -16,7 +16,8 @@ import tierzero as tz
 from ..support.oracle import TIERS, Case, assert_close, built, config, hyper, sharded, train_plain, train_sharded
 from ..support.zoo import DIM, Block, Stack, Tied, language, regression, vectors
 
-STACK = Case(Stack, regression, (Block,))
+STACK = Case(lambda: Stack(6), regression, (Block,))
+"""More units than are gathered at once."""
 
 
 def gradients_of(model: nn.Module, plain: bool) -> dict[str, torch.Tensor]:
@@ -108,7 +109,7 @@ BACKWARDS = (
 def test_gradients_equal_the_unsharded_models(
     backward: Callable[[nn.Module], None], tier: str, tmp_path: Path
 ) -> None:
-    assert_same_gradients(STACK, backward, config(tmp_path, tier))
+    assert_same_gradients(STACK, backward, config(tmp_path, tier, tiers={"prefetch": 0}))
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -116,7 +117,7 @@ def test_gradients_asked_for_by_hand(tier: str, tmp_path: Path) -> None:
     """``torch.autograd.grad`` gives the parameters' gradients and leaves none behind."""
     plain = built(STACK)
     wanted = torch.autograd.grad(regression(plain, 0, 0), list(plain.parameters()))
-    with sharded(built(STACK), config(tmp_path, tier), STACK.units) as model:
+    with sharded(built(STACK), config(tmp_path, tier, tiers={"prefetch": 0}), STACK.units) as model:
         for _ in range(2):
             found = torch.autograd.grad(regression(model, 0, 0), list(model.parameters()))
             for have, want in zip(found, wanted, strict=True):
@@ -135,7 +136,7 @@ def test_gradient_of_a_gradient_of_the_parameters(tier: str, tmp_path: Path) -> 
         return torch.autograd.grad(sum(g.square().sum() for g in first), parameters, allow_unused=True)
 
     wanted = second_order(built(STACK))
-    with sharded(built(STACK), config(tmp_path, tier), STACK.units) as model:
+    with sharded(built(STACK), config(tmp_path, tier, tiers={"prefetch": 0}), STACK.units) as model:
         for have, want in zip(second_order(model), wanted, strict=True):
             assert (have is None) == (want is None)
             if want is not None:
@@ -147,7 +148,7 @@ def test_backward_limited_to_some_inputs(tier: str, tmp_path: Path) -> None:
     """``loss.backward(inputs=...)`` accumulates into those parameters only."""
     plain = built(STACK)
     regression(plain, 0, 0).backward(inputs=[plain.last.weight, plain.blocks[1].up.bias])
-    with sharded(built(STACK), config(tmp_path, tier), STACK.units) as model:
+    with sharded(built(STACK), config(tmp_path, tier, tiers={"prefetch": 0}), STACK.units) as model:
         regression(model, 0, 0).backward(inputs=[model.last.weight, model.blocks[1].up.bias])
         for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             if other.grad is not None:
