@@ -90,6 +90,8 @@ class SavedWeights:
             return None if slot is None else ParameterHandle(slot, slot.group.version)
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
+        if tensor.numel() == 0:  # has no address, and no values to lose
+            return None
         storage = tensor.untyped_storage().data_ptr()
         gathered = self._pager.find(storage)
         if gathered is None:
@@ -136,10 +138,7 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
     unit.active += 1
     try:
         if unit.active == 1:
-            for group, whole in zip(unit.groups, gathered, strict=True):
-                for slot in group.slots:
-                    if slot.is_away:  # not one that tierzero.gathered holds open
-                        slot.make_resident(whole.parameter_values(slot.slot))
+            _make_resident(unit, gathered)
         if torch.is_grad_enabled():
             with runtime.saved_weights.active():
                 yield
@@ -151,6 +150,14 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
             for slot in unit.all_slots():
                 if slot not in runtime.held_open:
                     slot.put_away()
+
+
+@torch.inference_mode(False)
+def _make_resident(unit: UnitState, gathered: list[Gathered]) -> None:
+    for group, whole in zip(unit.groups, gathered, strict=True):
+        for slot in group.slots:
+            if slot.is_away:  # not one that tierzero.gathered holds open
+                slot.make_resident(whole.parameter_values(slot.slot))
 
 
 def install_forward(runtime: Runtime, unit: UnitState, recompute: bool, compile_inner: bool) -> None:
