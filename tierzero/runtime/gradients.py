@@ -264,15 +264,24 @@ class Gradients:
     def drop(self, slots: Sequence[SlotState] | None = None) -> None:
         """Forgets gradients (of ``slots``, or all), also half-collected ones of a backward that failed."""
         self.finish()
-        if slots is None:
-            for state in self._arrivals:
-                for bucket in state.buckets.values():
+        dropped = [slot for unit in self._units for slot in unit.all_slots()] if slots is None else slots
+        if torch._C._current_graph_task_id() == -1:
+            self._drop_collected(dropped)
+        for slot in dropped:
+            slot.drop_gradient()
+
+    def _drop_collected(self, slots: Sequence[SlotState]) -> None:
+        for slot in slots:
+            buckets = self._arrivals[slot.group.unit.index].buckets
+            bucket = buckets.get(slot.group.index)
+            if bucket is not None:
+                bucket.arrived.discard(slot.slot.index)
+                if not bucket.arrived:
                     self._pool.release(bucket.buffer)
-                state.buckets.clear()
+                    del buckets[slot.group.index]
+        if not any(state.buckets for state in self._arrivals):
             self._tasks.clear()
             self._reset_arrivals()
-        for slot in slots if slots is not None else [s for unit in self._units for s in unit.all_slots()]:
-            slot.drop_gradient()
 
     def close(self) -> None:
         self._helpers.shutdown(wait=False)

@@ -20,6 +20,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
 from tierzero.errors import BudgetError
 from tierzero.runtime.device import Device, Event
 from tierzero.runtime.state import Gathered, GroupState, UnitState
@@ -143,8 +145,12 @@ class Pager:
 
     # Starting and finishing.
 
+    @torch.inference_mode(False)
     def _start(self, unit: UnitState, priority: Priority, *, required: bool) -> bool:
-        """Begins a fetch; False when there is no room for one that is not required."""
+        """Begins a fetch; False when there is no room for one that is not required.
+
+        What an inference begins, training may use: the buffers must not become tensors that autograd refuses.
+        """
         record = self._records[unit.index]
         buffers = self._buffers(unit, required)
         if buffers is None:

@@ -152,6 +152,7 @@ class Runtime:
 
         return tuple(cast(value) for value in args), {key: cast(value) for key, value in kwargs.items()}
 
+    @torch.inference_mode(False)
     def full_copy(self, slot: SlotState) -> torch.Tensor:
         """The parameter's values in a tensor of its own, on the device."""
         self.require_open()

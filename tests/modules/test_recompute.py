@@ -1,0 +1,158 @@
+"""Activation recomputation, both of PyTorch's ways and TierZero's own: same bits on every tier, less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tierzero as tz
+
+from ..support.oracle import TIERS, Case, Outcome, assert_bits, assert_close, config, train_plain, train_sharded
+from ..support.rank_pool import RankPool
+from ..support.zoo import DIM, regression
+
+MODES = ("reentrant", "non-reentrant")
+
+
+class Heavy(nn.Module):
+    """A block whose activations are much larger than its input, with dropout and a count of its forwards."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, 16 * DIM)
+        self.down = nn.Linear(16 * DIM, DIM).requires_grad_(not frozen)
+        self.drop = nn.Dropout(0.2)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, mode: str = "none", frozen: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Heavy(frozen) for _ in range(5))
+        self.last = nn.Linear(DIM, DIM)
+        self.mode = mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if self.mode == "none" or not torch.is_grad_enabled():
+                x = block(x)
+            else:
+                found: torch.Tensor = checkpoint(block, x, use_reentrant=self.mode == "reentrant")
+                x = found
+        return self.last(x)
+
+
+def case(mode: str, frozen: bool = False, loss: Callable[..., torch.Tensor] = regression, steps: int = 10) -> Case:
+    return Case(lambda: Checkpointed(mode, frozen), loss, (Heavy,), steps=steps, clip=0.5)
+
+
+def settings(nvme: Path, params: str, optimizer: str, **sections: dict[str, Any]) -> tz.Config:
+    placement = {"params": params, "optimizer": optimizer, "gradients": optimizer}
+    return config(nvme, placement=placement, **sections)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Without recomputation, all state in host memory."""
+    outcome = train_sharded(case("none"), config(tmp_path_factory.mktemp("nvme"), "host"))
+    assert_close(outcome, train_plain(case("none")))
+    return outcome
+
+
+@pytest.mark.parametrize("optimizer", TIERS)
+@pytest.mark.parametrize("params", TIERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpointed_units_change_no_bit(
+    mode: str, params: str, optimizer: str, wanted: Outcome, tmp_path: Path
+) -> None:
+    assert_bits(train_sharded(case(mode), settings(tmp_path, params, optimizer)), wanted)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_recompute_by_configuration_changes_no_bit(tier: str, wanted: Outcome, tmp_path: Path) -> None:
+    found = train_sharded(case("none"), config(tmp_path, tier, activations={"recompute": "unit"}))
+    assert_bits(found, wanted)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_both_kinds_of_recomputation_together(mode: str, tier: str, wanted: Outcome, tmp_path: Path) -> None:
+    found = train_sharded(case(mode), config(tmp_path, tier, activations={"recompute": "unit"}))
+    assert_bits(found, wanted)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_with_frozen_weights_and_accumulation(mode: str, tier: str, tmp_path: Path) -> None:
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        for micro in range(2):
+            regression(model, 100 * step + micro, rank).backward()
+        return regression(model, step, rank)
+
+    plain = train_sharded(case("none", frozen=True, loss=loss, steps=5), config(tmp_path, tier))
+    assert_bits(train_sharded(case(mode, frozen=True, loss=loss, steps=5), config(tmp_path, tier)), plain)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("how", [*MODES, "unit"])
+def test_activations_are_not_kept(how: str, tier: str, tmp_path: Path) -> None:
+    """Recomputing keeps a fraction of the bytes between forward and backward, and runs each block once more."""
+    bytes_kept, forwards = {}, {}
+    for mode in ("none", how):
+        model = Checkpointed(mode if mode in MODES else "none")
+        options = {"activations": {"recompute": "unit"}} if mode == "unit" else {}
+        tz.shard(model, config(tmp_path, tier, **options), units=(Heavy,))
+        try:
+            bytes_kept[mode] = bytes_alive_after_forward(model)
+            forwards[mode] = model.blocks[0].forwards
+        finally:
+            tz.close(model)
+    assert bytes_kept[how] < 0.2 * bytes_kept["none"]
+    assert (forwards["none"], forwards[how]) == (1, 2)
+
+
+def bytes_alive_after_forward(model: nn.Module) -> int:
+    """Of tensors that autograd keeps, counted when they are saved and gone; the whole step is run."""
+    alive: dict[int, int] = {}
+
+    class Kept:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+            alive[id(self)] = tensor.nbytes
+
+        def __del__(self) -> None:
+            alive.pop(id(self), None)
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        loss = model(torch.randn(64, DIM)).square().mean()
+    kept = sum(alive.values())
+    loss.backward()
+    return kept
+
+
+def checkpointed_ranks(rank: int, size: int, nvme: str) -> None:
+    reference = train_sharded(case("none"), config(Path(nvme), "host"), rank, size)
+    assert_close(reference, train_plain(case("none"), size), tolerance=5e-5)
+    for mode in MODES:
+        for params, optimizer in (("nvme", "host"), ("nvme", "nvme")):
+            assert_bits(train_sharded(case(mode), settings(Path(nvme), params, optimizer), rank, size), reference)
+    by_config = config(Path(nvme), "nvme", activations={"recompute": "unit"})
+    assert_bits(train_sharded(case("none"), by_config, rank, size), reference)
+
+
+def test_recompute_on_two_ranks_changes_no_bit(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(checkpointed_ranks, str(tmp_path))
