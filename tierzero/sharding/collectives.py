@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tierzero.errors import TierZeroError
+from tierzero.sharding.groups import give_back_groups, take_groups
 
 T = TypeVar("T")
 
@@ -65,6 +66,8 @@ class _Worker:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self.given_up = threading.Event()
         """What still waits for other ranks fails."""
+        self.clean = False
+        """Ended with nothing left in flight."""
         arguments = (self._work, self.given_up)
         self._thread = threading.Thread(target=_run_in_order, args=arguments, name="tierzero-collective", daemon=True)
         self._thread.start()
@@ -79,6 +82,7 @@ class _Worker:
         self._work.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE_S)
+            self.clean = not self._thread.is_alive()
             self.given_up.set()
             self._thread.join(_PATIENCE_S)
 
@@ -132,20 +136,12 @@ class Collectives:
     def __init__(self, world: World, unit_names: list[str], host_compute: bool) -> None:
         self._world = world
         self._names = unit_names
-        ranks = dist.get_process_group_ranks(world.group) if world.group is not None else None
-        timeout = timedelta(minutes=30)
-
-        def new(backend: str | None) -> dist.ProcessGroup:
-            # Only the ranks of this model take part in making its groups: others may shard other models, or none.
-            group = dist.new_group(ranks=ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
-            return group
-
+        assert world.group is not None
         self._host_data = host_compute
-        data = "gloo" if host_compute else None
-        self._gather = _Lane(new(data), new("gloo"))
-        self._reduce = _Lane(new(data), new("gloo"))
-        self._small = new("gloo")
+        self._groups = take_groups(world.group, host_compute)
+        self._gather = _Lane(self._groups.gather, self._groups.gather_tags)
+        self._reduce = _Lane(self._groups.reduce, self._groups.reduce_tags)
+        self._small = self._groups.small
         self.bytes = CommBytes()
         # At interpreter exit too, before the threads are stopped wherever they are.
         self._end = weakref.finalize(self, _close_all, (self._gather.thread, self._reduce.thread))
@@ -221,7 +217,12 @@ class Collectives:
 
     def close(self) -> None:
         """Ends the threads, also where another rank is gone. Safe to call twice."""
+        if not self._end.alive:
+            return
         self._end()
+        lanes = (self._gather.thread, self._reduce.thread)
+        if self._world.group is not None and all(lane.clean for lane in lanes):
+            give_back_groups(self._world.group, self._host_data, self._groups)
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:

@@ -1,0 +1,61 @@
+"""Process groups of sharded models, reused after one is closed: each costs sockets and threads that PyTorch keeps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class GroupSet:
+    """The groups of one model at a time. ``tags`` and ``small`` carry host values, whatever the data is."""
+
+    serial: int
+    gather: dist.ProcessGroup
+    gather_tags: dist.ProcessGroup
+    reduce: dist.ProcessGroup
+    reduce_tags: dist.ProcessGroup
+    small: dist.ProcessGroup
+
+
+_Key = tuple[dist.ProcessGroup, bool]
+_free: dict[_Key, list[GroupSet]] = {}
+_serials = itertools.count()
+
+
+def take_groups(base: dist.ProcessGroup, host_compute: bool) -> GroupSet:
+    """Groups over the ranks of ``base``; every one of them must call it at the same point of the program."""
+    free = _free.get((base, host_compute), [])
+    offered = free[-1].serial if free else -1
+    answers: list[tuple[int, int]] = [(-1, -1)] * dist.get_world_size(base)
+    dist.all_gather_object(answers, (offered, next(_serials)), group=base)
+    if offered >= 0 and all(answer[0] == offered for answer in answers):
+        return free.pop()
+    # A rank whose models ended in another order has other groups left: none of those can be trusted to match.
+    free.clear()
+    return _make(base, host_compute, max(proposed for _, proposed in answers))
+
+
+def give_back_groups(base: dist.ProcessGroup, host_compute: bool, groups: GroupSet) -> None:
+    """Keeps groups on which nothing is in flight for the next model. Call it at the same point on every rank."""
+    if base in dist.distributed_c10d._world.pg_map:
+        _free.setdefault((base, host_compute), []).append(groups)
+
+
+def _make(base: dist.ProcessGroup, host_compute: bool, serial: int) -> GroupSet:
+    ranks = dist.get_process_group_ranks(base)
+    data = "gloo" if host_compute else None
+    everyone = len(ranks) == dist.get_world_size()
+
+    def new(backend: str | None) -> dist.ProcessGroup:
+        # Among a part of the processes only those take part: the others may shard other models, or none.
+        group = dist.new_group(ranks=ranks, backend=backend, timeout=_TIMEOUT, use_local_synchronization=not everyone)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    return GroupSet(serial, new(data), new("gloo"), new(data), new("gloo"), new("gloo"))
