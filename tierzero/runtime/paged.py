@@ -146,9 +146,10 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedP
     in_place = in_place or (
         name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__invert__")
     )
-    if not in_place or not args:
+    # Some of torch.nn.init's functions pass the tensor on by keyword.
+    first = next(iter((*args, *kwargs.values())), None)
+    if not in_place:
         return None
-    first = args[0]
     if isinstance(first, list | tuple):  # torch._foreach_*_
         return next((item for item in first if isinstance(item, PagedParameter)), None)
     return first if isinstance(first, PagedParameter) else None

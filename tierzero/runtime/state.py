@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -111,6 +111,13 @@ class SlotState:
     @property
     def is_away(self) -> bool:
         return type(self.parameter) is PagedParameter
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Met when a parameter is pickled while it is gathered."""
+        raise NotResidentError(
+            f"parameter {self.name!r} of a sharded model cannot be pickled; save `parameter.detach().clone()`, "
+            "tierzero.full_state_dict(model), or use tierzero.save_checkpoint"
+        )
 
     # What PagedParameter asks for.
 
@@ -231,6 +238,36 @@ class UnitState:
 
     def all_slots(self) -> list[SlotState]:
         return [slot for group in self.groups for slot in group.slots]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that lies in one tile: elements of the flattened parameter, and of the tile."""
+
+    slot: SlotState
+    of_parameter: slice
+    of_tile: slice
+
+
+def piece_in(slot: SlotState, tile: Tile) -> Piece | None:
+    """What of the parameter lies in this rank's ``tile``, if anything."""
+    fragment = slot.fragment
+    if fragment is None:
+        return None
+    start = max(fragment.shard_offset, tile.span.start)
+    stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
+    if start >= stop:
+        return None
+    first = fragment.start + start - fragment.shard_offset
+    return Piece(slot, slice(first, first + stop - start), slice(start - tile.span.start, stop - tile.span.start))
+
+
+def tile_pieces(group: GroupState, tile: Tile) -> Iterator[Piece]:
+    """The parts of all parameters in a tile, in order."""
+    for slot in group.slots:
+        piece = piece_in(slot, tile)
+        if piece is not None:
+            yield piece
 
 
 def attach(slot: SlotState) -> None:
