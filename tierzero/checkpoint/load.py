@@ -15,11 +15,11 @@ import xxhash
 from torch import nn
 
 from tierzero.checkpoint.manifest import Extent, extents_from, rank_stem, read_json, read_manifest
-from tierzero.checkpoint.save import segments_of, tile_pieces
+from tierzero.checkpoint.save import segments_of
 from tierzero.errors import CheckpointError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
-from tierzero.runtime.state import GroupState, Tile, slot_of
+from tierzero.runtime.state import GroupState, Tile, slot_of, tile_pieces
 from tierzero.runtime.tile_io import OpenTile, Parts
 from tierzero.tiers import Priority
 
@@ -198,9 +198,9 @@ async def _load_tile(runtime: Runtime, group: GroupState, tile: Tile, reader: _R
 def _read_open(group: GroupState, opened: OpenTile, reader: _Reader) -> None:
     for _, values in segments_of(opened):
         values.zero_()
-    for slot, first, inside in tile_pieces(group, opened.tile):
+    for piece in tile_pieces(group, opened.tile):
         for segment, values in segments_of(opened):
-            reader.read(slot.name, segment, first, values[inside])
+            reader.read(piece.slot.name, segment, piece.of_parameter.start, values[piece.of_tile])
 
 
 def _load_buffers(model: nn.Module, reader: _Reader) -> None:

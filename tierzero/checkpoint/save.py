@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +25,7 @@ from tierzero.checkpoint.manifest import (
 from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
-from tierzero.runtime.state import GroupState, SlotState, Tile
+from tierzero.runtime.state import GroupState, Tile, slot_of, tile_pieces
 from tierzero.runtime.tile_io import OpenTile, Parts
 from tierzero.tiers import PAGE, Priority, page_round
 
@@ -154,33 +153,15 @@ async def _write_tile(runtime: Runtime, group: GroupState, tile: Tile, writer: _
 
 
 def _write_open(group: GroupState, opened: OpenTile, writer: _Writer) -> None:
-    for slot, first, inside in tile_pieces(group, opened.tile):
+    for piece in tile_pieces(group, opened.tile):
         for segment, values in segments_of(opened):
-            writer.add(slot.name, segment, first, values[inside])
+            writer.add(piece.slot.name, segment, piece.of_parameter.start, values[piece.of_tile])
 
 
 def segments_of(opened: OpenTile) -> list[tuple[str, torch.Tensor]]:
     """The state segments of an open tile by name, the weight first."""
     assert opened.weight is not None
     return [("weight", opened.weight), *opened.optimizer.items()]
-
-
-def tile_pieces(group: GroupState, tile: Tile) -> Iterator[tuple[SlotState, int, slice]]:
-    """For each parameter in the tile: its slot, the first element of it that lies here, and where in the tile that
-    is.
-    """
-    for slot in group.slots:
-        fragment = slot.fragment
-        if fragment is None:
-            continue
-        start = max(fragment.shard_offset, tile.span.start)
-        stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
-        if start < stop:
-            yield (
-                slot,
-                fragment.start + start - fragment.shard_offset,
-                slice(start - tile.span.start, stop - tile.span.start),
-            )
 
 
 def _rng_state(runtime: Runtime) -> dict[str, str]:
@@ -248,8 +229,6 @@ def _optimizer_groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str,
     """Each param group's hyperparameters, and its parameters by name."""
     if optimizer is None:
         return None
-    from tierzero.runtime.state import slot_of
-
     groups = []
     for group in optimizer.param_groups:
         values = {

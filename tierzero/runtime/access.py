@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tierzero.optim.formats import load_master, store_master
-from tierzero.runtime.state import GroupState, SlotState, Tile
+from tierzero.runtime.state import GroupState, Piece, SlotState, Tile, piece_in
 from tierzero.runtime.tile_io import OpenTile, Parts
 from tierzero.tiers import Priority
 
@@ -104,32 +104,18 @@ def _visit(runtime: Runtime, slot: SlotState, parts: Parts, act: Callable[[OpenT
     """Opens each tile that holds a part of the parameter; ``act(opened, elements of the tile, elements of the
     parameter)`` says whether to write it back.
     """
-    fragment = slot.fragment
-    if fragment is None:
-        return
     for tile in slot.group.tiles:
-        start = max(fragment.shard_offset, tile.span.start)
-        stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
-        if start < stop:
-            inside = slice(start - tile.span.start, stop - tile.span.start)
-            first = fragment.start + start - fragment.shard_offset
-            runtime.engine.run(
-                _visit_tile(runtime, slot.group, tile, parts, act, inside, slice(first, first + stop - start))
-            )
+        piece = piece_in(slot, tile)
+        if piece is not None:
+            runtime.engine.run(_visit_tile(runtime, piece, tile, parts, act))
 
 
 async def _visit_tile(
-    runtime: Runtime,
-    group: GroupState,
-    tile: Tile,
-    parts: Parts,
-    act: Callable[[OpenTile, slice, slice], bool],
-    inside: slice,
-    outside: slice,
+    runtime: Runtime, piece: Piece, tile: Tile, parts: Parts, act: Callable[[OpenTile, slice, slice], bool]
 ) -> None:
-    opened = await runtime.tile_io.open(group, tile, parts, Priority.DEMAND)
+    opened = await runtime.tile_io.open(piece.slot.group, tile, parts, Priority.DEMAND)
     try:
-        dirty = await runtime.engine.call(act, opened, inside, outside)
+        dirty = await runtime.engine.call(act, opened, piece.of_tile, piece.of_parameter)
     except BaseException:
         runtime.tile_io.close(opened)
         raise

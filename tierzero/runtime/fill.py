@@ -16,7 +16,7 @@ from torch import nn
 
 from tierzero.errors import ConfigError
 from tierzero.optim.formats import store_master
-from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState, attach
+from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState, attach, piece_in
 from tierzero.runtime.tile_io import OpenTile, Parts
 from tierzero.tiers import Priority
 
@@ -205,22 +205,12 @@ def _write_values(
     for part in opened.optimizer.values():
         part.zero_()
     for slot, values in sources:
-        fragment = slot.fragment
-        if fragment is None:
+        piece = piece_in(slot, tile)
+        if piece is None:
             continue
-        start = max(fragment.shard_offset, tile.span.start)
-        stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
-        if start >= stop:
-            continue
-        first = fragment.start + start - fragment.shard_offset
-        piece = values[first : first + stop - start]
-        inside = slice(start - tile.span.start, stop - tile.span.start)
+        given, inside = values[piece.of_parameter], piece.of_tile
         if group.fmt is None:
-            opened.weight[inside].copy_(piece)
+            opened.weight[inside].copy_(given)
         else:
-            store_master(
-                group.fmt,
-                piece.float().contiguous(),
-                opened.weight[inside],
-                {name: p[inside] for name, p in opened.optimizer.items()},
-            )
+            parts = {name: part[inside] for name, part in opened.optimizer.items()}
+            store_master(group.fmt, given.float().contiguous(), opened.weight[inside], parts)
