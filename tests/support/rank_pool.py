@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ class RankPool:
         if not self._ranks:
             self._start()
         for rank in self._ranks:
-            rank.connection.send((function.__module__, function.__qualname__, args))
+            rank.connection.send_bytes(pickle.dumps((function.__module__, function.__qualname__, args)))
         answers = [self._answer(rank.connection) for rank in self._ranks]
         failures = [f"rank {index}: {text}" for index, (good, text) in enumerate(answers) if not good]
         if failures:
@@ -60,7 +61,7 @@ class RankPool:
         try:
             if not connection.poll(JOB_SECONDS):
                 return False, f"no answer in {JOB_SECONDS} s"
-            answer: tuple[bool, Any] = connection.recv()
+            answer: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
             return answer
         except (EOFError, ConnectionError):
             return False, "the process ended"
@@ -116,16 +117,17 @@ def serve(folder: str) -> None:
     connection.send("joined")
     while True:
         try:
-            module, name, args = connection.recv()
+            module, name, args = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
             os._exit(0)
         try:
             function: Any = importlib.import_module(module)
             for part in name.split("."):
                 function = getattr(function, part)
-            connection.send((True, function(rank, size, *args)))
+            answer = (True, function(rank, size, *args))
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -49,6 +49,16 @@ def _own_reset(module: nn.Module) -> Callable[[], object] | None:
     return found if callable(found) else None
 
 
+def _opened(path: Path) -> Any:
+    """The safetensors file, open. Raises ConfigError for what is none, or was cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"init: {path} cannot be read as a safetensors file: {error}") from None
+
+
 class SafetensorsFolder:
     """Tensors by name in a folder of safetensors files, read one at a time."""
 
@@ -59,18 +69,26 @@ class SafetensorsFolder:
         self._file_of = self._index()
 
     def _index(self) -> dict[str, Path]:
-        from safetensors import safe_open
-
         index = self._folder / "model.safetensors.index.json"
         if index.exists():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            return {name: self._folder / file for name, file in weight_map.items()}
+            return self._from_index(index)
         found: dict[str, Path] = {}
         for path in sorted(self._folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as tensors:
+            with _opened(path) as tensors:
                 found.update(dict.fromkeys(tensors.keys(), path))
         if not found:
             raise ConfigError(f"init: {self._folder} holds no *.safetensors file")
+        return found
+
+    def _from_index(self, index: Path) -> dict[str, Path]:
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            found = {name: self._folder / file for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"init: {index} is no index of safetensors files: {error!r}") from None
+        missing = [path for path in set(found.values()) if not path.is_file()]
+        if missing:
+            raise ConfigError(f"init: {missing[0]} is missing; {index.name} names it")
         return found
 
     def check(self, model: nn.Module) -> None:
@@ -91,17 +109,15 @@ class SafetensorsFolder:
         return next((name for name in names if name in self._file_of), None)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        from safetensors import safe_open
-
-        with safe_open(self._file_of[name], framework="pt") as tensors:
+        with _opened(self._file_of[name]) as tensors:
+            if name not in tensors.keys():  # noqa: SIM118 (no mapping)
+                raise ConfigError(f"init: {self._file_of[name]} has no tensor {name!r}, against the folder's index")
             return tuple(tensors.get_slice(name).get_shape())
 
     def load(self, names: tuple[str, ...]) -> torch.Tensor:
-        from safetensors import safe_open
-
         name = self._known(names)
         assert name is not None
-        with safe_open(self._file_of[name], framework="pt") as tensors:
+        with _opened(self._file_of[name]) as tensors:
             tensor: torch.Tensor = tensors.get_tensor(name)
             return tensor
 
