@@ -36,7 +36,8 @@ def shard(
     process group if there is one, else this process alone. An empty model (`empty_init`) is filled unit by unit:
     ``init=None`` calls each module's own ``reset_parameters()``, ``init=fn`` calls ``fn(module)`` as
     ``nn.Module.apply`` would, a path streams a folder of safetensors files. Parameters become ``train.precision``,
-    unless the model mixes dtypes: then each keeps its own. On several ranks, rank 0's values count.
+    unless the model mixes dtypes: then each keeps its own. Buffers keep theirs, and so do weights beside running
+    statistics (batch norm). On several ranks, rank 0's values count.
 
     Raises ConfigError or BudgetError before anything is allocated.
     """

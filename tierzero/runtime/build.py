@@ -125,12 +125,25 @@ def _conversion(model: nn.Module, config: Config) -> torch.dtype | None:
     return _DTYPES[config.train.precision] if len(dtypes) == 1 else None
 
 
+def _with_statistics(model: nn.Module) -> set[nn.Parameter]:
+    """Weights beside running statistics (batch norm). Buffers keep their dtype, and PyTorch wants these two alike."""
+    return {
+        parameter
+        for module in model.modules()
+        if isinstance(getattr(module, "running_mean", None), torch.Tensor)
+        for parameter in module.parameters(recurse=False)
+    }
+
+
 def _draft_groups(specs: list[UnitSpec], convert: torch.dtype | None, config: Config, parts: int) -> list[_GroupDraft]:
     drafts = []
+    kept = _with_statistics(specs[0].module)
     for index, spec in enumerate(specs):
         members: dict[tuple[torch.dtype, bool], list[tuple[tuple[str, ...], nn.Parameter]]] = {}
         for names, parameter in spec.parameters:
-            dtype = convert if convert is not None and parameter.dtype.is_floating_point else parameter.dtype
+            dtype = parameter.dtype
+            if convert is not None and dtype.is_floating_point and parameter not in kept:
+                dtype = convert
             members.setdefault((dtype, parameter.requires_grad), []).append((names, parameter))
         for (dtype, trainable), named in members.items():
             layout = flat_layout(dtype, trainable, [(names, parameter.shape) for names, parameter in named], parts)
