@@ -124,6 +124,7 @@ def test_model_alone(tmp_path: Path) -> None:
 
 def test_frozen_part_may_change_between_runs(tmp_path: Path) -> None:
     """What was trained and is frozen now loads; what has no moments in the checkpoint is refused by name."""
+
     def model(frozen: bool) -> nn.Module:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -144,4 +145,3 @@ def test_frozen_part_may_change_between_runs(tmp_path: Path) -> None:
             with pytest.raises(tz.CheckpointError, match=r"'0\.weight'"):
                 tz.load_checkpoint(other, None, where)
         tz.close(other)
-

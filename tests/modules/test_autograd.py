@@ -106,9 +106,7 @@ BACKWARDS = (
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("backward", BACKWARDS, ids=lambda function: function.__name__)
-def test_gradients_equal_the_unsharded_models(
-    backward: Callable[[nn.Module], None], tier: str, tmp_path: Path
-) -> None:
+def test_gradients_equal_the_unsharded_models(backward: Callable[[nn.Module], None], tier: str, tmp_path: Path) -> None:
     assert_same_gradients(STACK, backward, config(tmp_path, tier, tiers={"prefetch": 0}))
 
 

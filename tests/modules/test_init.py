@@ -204,4 +204,3 @@ def test_ranks_start_from_the_same_values(tmp_path: Path, two_ranks: RankPool) -
     with sharded(empty(Stack), config(tmp_path), (Block,)) as model:
         alone = tz.full_state_dict(model)
     assert all(torch.equal(first[name], alone[name]) for name in first)
-

@@ -24,7 +24,7 @@ START_SECONDS = 120
 JOB_SECONDS = 60
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """What the ranks of a failed job had to say."""
 
 
@@ -44,7 +44,7 @@ class RankPool:
         """The rendezvous file in it serves as long as the ranks make process groups."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls ``function(rank, size, *args)`` on every rank. Raises RankFailure with every rank's traceback."""
+        """Calls ``function(rank, size, *args)`` on every rank. Raises RankError with every rank's traceback."""
         if not self._ranks:
             self._start()
         for rank in self._ranks:
@@ -53,7 +53,7 @@ class RankPool:
         failures = [f"rank {index}: {text}" for index, (good, text) in enumerate(answers) if not good]
         if failures:
             self._kill()
-            raise RankFailure("\n".join(failures))
+            raise RankError("\n".join(failures))
         return [value for _, value in answers]
 
     @staticmethod

@@ -14,7 +14,8 @@ import torch
 import xxhash
 from torch import nn
 
-from tierzero.checkpoint.manifest import Extent, extents_from, rank_stem, read_json, read_manifest
+from tierzero.checkpoint.agree import together
+from tierzero.checkpoint.manifest import Extent, extents_from, rank_stem, read_index, read_manifest, standing_folder
 from tierzero.checkpoint.save import segments_of
 from tierzero.errors import CheckpointError
 from tierzero.runtime.access import persistent_buffers
@@ -34,22 +35,16 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     """
     runtime = runtime_of(model)
     runtime.require_open()
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    _check_parameters(runtime, manifest, folder)
-    _check_optimizer(optimizer, manifest, folder)
-    reader = _Reader(folder, int(manifest["world_size"]))
+    folder = standing_folder(Path(path))
+    sources: list[_Source] = []
+    together(runtime, folder, "read it", lambda: sources.append(_open_and_check(runtime, optimizer, folder)))
+    manifest, reader = sources[0].manifest, sources[0].reader
     try:
-        reader.check(runtime)
         runtime.flush()
         runtime.zero_grad()
         for unit in runtime.units:
             runtime.pager.forget(unit)
-        for group in runtime.groups():
-            for tile in group.tiles:
-                runtime.engine.run(_load_tile(runtime, group, tile, reader))
-            group.version += 1
-        _load_buffers(model, reader)
+        together(runtime, folder, "read it", lambda: _load_state(runtime, model, reader))
     finally:
         reader.close()
     for slot in runtime.slots():
@@ -57,6 +52,34 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     _load_optimizer(optimizer, manifest)
     _restore_rng(runtime, reader)
     return manifest["extra"]
+
+
+@dataclass(frozen=True)
+class _Source:
+    manifest: dict[str, Any]
+    reader: _Reader
+
+
+def _open_and_check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, folder: Path) -> _Source:
+    manifest = read_manifest(folder)
+    _check_parameters(runtime, manifest, folder)
+    _check_optimizer(optimizer, manifest, folder)
+    reader = _Reader(folder, manifest)
+    try:
+        reader.check(runtime)
+    except BaseException:
+        reader.close()
+        raise
+    return _Source(manifest, reader)
+
+
+def _load_state(runtime: Runtime, model: nn.Module, reader: _Reader) -> None:
+    for group in runtime.groups():
+        for tile in group.tiles:
+            # Half a checkpoint on top of another state is neither: after a failure nothing goes on from here.
+            runtime.engine.run(runtime.updater.whole_or_failed(_load_tile(runtime, group, tile, reader)))
+        group.version += 1
+    _load_buffers(model, reader)
 
 
 def _check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Path) -> None:
@@ -120,15 +143,22 @@ class _Reader:
     """Extents of all ranks' files by parameter and segment; reads and verifies whole extents, keeping the last one."""
 
     folder: Path
-    world_size: int
+    manifest: Mapping[str, Any]
     ranks: list[_RankFile] = field(default_factory=list)
     by_segment: dict[tuple[str, str], list[tuple[Extent, _RankFile]]] = field(default_factory=dict)
     _last: tuple[Extent, bytes] | None = None
 
     def __post_init__(self) -> None:
-        for rank in range(self.world_size):
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_all(self) -> None:
+        for rank in range(int(self.manifest["world_size"])):
             stem = rank_stem(rank)
-            index = read_json(self.folder / f"{stem}.json", f"the index of rank {rank}")
+            index = read_index(self.folder, rank, self.manifest)
             path = self.folder / f"{stem}.bin"
             try:
                 size = path.stat().st_size

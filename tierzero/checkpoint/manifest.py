@@ -3,9 +3,12 @@
 A checkpoint is a folder::
 
     manifest.json        one JSON object, written last: format, parameters by name, optimizer, buffers, extra
-    rank-00000.json      the index of a rank's data: for each extent what it holds, where, and its checksum; the
-    rank's RNG state rank-00000.bin       the data: raw little-endian elements, each extent on its own 4096-byte
-    boundary
+    rank-00000.json      the index of a rank's data: for each extent what it holds, where, and its checksum; and the
+                         rank's RNG state
+    rank-00000.bin       the data: raw little-endian elements, each extent on its own 4096-byte boundary
+
+Each JSON file ends with a checksum of itself, and the manifest lists those of the indexes: files that are damaged, or
+come from different checkpoints, are told by that.
 
 An extent holds elements ``[start, stop)`` of one segment ("weight", "lo", "m", "v", "master") of one flattened
 parameter. Nothing refers to padding, tiles, units or ranks of the run that wrote it, so any world size and placement
@@ -20,11 +23,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from tierzero.errors import CheckpointError
 
 FORMAT = "tierzero-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+CHECKSUM = "xxh3"
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,33 @@ def rank_stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+def replaced_folder(target: Path) -> Path:
+    """Where the checkpoint at ``target`` stands while a new one takes its place."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def standing_folder(target: Path) -> Path:
+    """``target``, or where its checkpoint was left by a process that ended while it replaced it."""
+    replaced = replaced_folder(target)
+    return replaced if not target.exists() and (replaced / MANIFEST).exists() else target
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    text = json.dumps(value, indent=1)
+    """Writes one JSON object with a checksum of its own."""
+    text = json.dumps({**value, CHECKSUM: _checksum(value)}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def _checksum(value: Mapping[str, Any]) -> str:
+    """xxh3_64 of the object in one fixed spelling, the checksum itself left out."""
+    plain = json.loads(json.dumps({key: item for key, item in value.items() if key != CHECKSUM}))
+    return xxhash.xxh3_64_hexdigest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
+
+
+def check_json(path: Path, value: Mapping[str, Any], what: str) -> None:
+    """Raises CheckpointError when an object does not match its checksum."""
+    if value.get(CHECKSUM) != _checksum(value):
+        raise CheckpointError(f"{path}: {what} does not match its checksum: the file is damaged")
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -87,7 +117,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder / MANIFEST}: version {version} is newer than this TierZero reads ({VERSION}); upgrade it"
         )
+    check_json(folder / MANIFEST, manifest, "the manifest")
     return manifest
+
+
+def read_index(folder: Path, rank: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The index of a rank's data. Raises CheckpointError when it is missing, damaged, or of another checkpoint."""
+    path = folder / f"{rank_stem(rank)}.json"
+    index = read_json(path, f"the index of rank {rank}")
+    check_json(path, index, f"the index of rank {rank}")
+    if index[CHECKSUM] != manifest["indexes"][rank]:
+        raise CheckpointError(f"{path}: the index of rank {rank} belongs to another checkpoint than {MANIFEST}")
+    return index
 
 
 def extents_from(index: Mapping[str, Any], path: Path) -> list[Extent]:

@@ -12,14 +12,19 @@ import torch
 import xxhash
 from torch import nn
 
+from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.manifest import (
+    CHECKSUM,
     FORMAT,
     MANIFEST,
     VERSION,
     Extent,
     ParameterRecord,
     rank_stem,
+    read_json,
     record_as_json,
+    replaced_folder,
+    standing_folder,
     write_json,
 )
 from tierzero.errors import CheckpointError, ConfigError
@@ -49,9 +54,14 @@ def save_checkpoint(
     staging = target.with_name(f".{target.name}.partial")
     _check_extra(extra)
     runtime.flush()
-    _together(runtime, target, lambda: _prepare(runtime, target, staging))
-    _together(runtime, target, lambda: _write_rank(runtime, model, staging))
-    _together(runtime, target, lambda: _seal(runtime, model, optimizer, target, staging, extra))
+    try:
+        together(runtime, target, "write it", lambda: _prepare(runtime, target, staging))
+        together(runtime, target, "write it", lambda: _write_rank(runtime, model, staging))
+        together(runtime, target, "write it", lambda: _seal(runtime, model, optimizer, target, staging, extra))
+    except CheckpointError:
+        if runtime.world.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def _check_extra(extra: dict[str, Any] | None) -> None:
@@ -63,28 +73,10 @@ def _check_extra(extra: dict[str, Any] | None) -> None:
         raise ConfigError(f"save_checkpoint: extra cannot be written as JSON: {error}") from None
 
 
-def _together(runtime: Runtime, target: Path, work: Any) -> None:
-    """Runs ``work`` and lets every rank know whether all succeeded: none goes on, or waits for ever, after another's
-    failure.
-    """
-    failure: Exception | None = None
-    try:
-        work()
-    except Exception as error:
-        failure = error
-    failed = failure is not None
-    if runtime.collectives is not None:
-        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)]))[0])
-    if failure is not None:
-        if isinstance(failure, CheckpointError):
-            raise failure
-        raise CheckpointError(f"checkpoint {target}: rank {runtime.world.rank} cannot write it: {failure}") from failure
-    if failed:
-        raise CheckpointError(f"checkpoint {target}: another rank could not write its part; nothing was replaced")
-
-
 def _prepare(runtime: Runtime, target: Path, staging: Path) -> None:
     if runtime.world.rank == 0:
+        if standing_folder(target) != target:
+            replaced_folder(target).rename(target)
         if target.exists() and not (target / MANIFEST).exists():
             raise CheckpointError(f"checkpoint {target}: something else stands there; choose another path")
         shutil.rmtree(staging, ignore_errors=True)
@@ -182,14 +174,21 @@ def _seal(
 ) -> None:
     if runtime.world.rank != 0:
         return
-    write_json(staging / MANIFEST, _manifest(runtime, model, optimizer, extra))
+    indexes = [read_json(staging / f"{rank_stem(rank)}.json", "an index") for rank in range(runtime.world.size)]
+    manifest = _manifest(runtime, model, optimizer, extra) | {"indexes": [index[CHECKSUM] for index in indexes]}
+    write_json(staging / MANIFEST, manifest)
     _sync(staging / MANIFEST)
     _sync(staging)
-    replaced = target.with_name(f".{target.name}.replaced")
+    replaced = replaced_folder(target)
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         target.rename(replaced)
-    staging.rename(target)
+    try:
+        staging.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
     _sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

@@ -1,0 +1,31 @@
+"""One outcome for all ranks: none goes on, or waits for ever, after another's failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tierzero.errors import CheckpointError
+from tierzero.runtime.runtime import Runtime
+
+
+def together(runtime: Runtime, folder: Path, task: str, work: Callable[[], None]) -> None:
+    """Runs ``work`` on every rank. Raises CheckpointError on all of them when it fails on any; ``task`` ("write it")
+    completes the message.
+    """
+    failure: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        failure = error
+    failed = failure is not None
+    if runtime.collectives is not None:
+        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)]))[0])
+    if isinstance(failure, CheckpointError):
+        raise failure
+    if failure is not None:
+        raise CheckpointError(f"checkpoint {folder}: rank {runtime.world.rank} cannot {task}: {failure}") from failure
+    if failed:
+        raise CheckpointError(f"checkpoint {folder}: another rank could not {task}; its message says why")
