@@ -131,6 +131,9 @@ class Runtime:
         behind.
         """
         self.require_open()
+        if torch._C._current_graph_task_id() == -1:
+            # Updates of a backward that no step followed: whether they failed must be known before going on.
+            self._settle_backward_updates(forget=False)
         self.engine.check()
         if torch._C._current_graph_task_id() == -1:
             self.gradients.recover()
@@ -193,6 +196,7 @@ class Runtime:
         Returns False when a non-finite gradient of scaled training skipped it.
         """
         self.require_open()
+        self._settle_backward_updates(forget=False)
         self.engine.check()
         self.gradients.finish()
         applied = True
