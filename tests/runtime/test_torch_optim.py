@@ -1,4 +1,4 @@
-"""In fp32 on one rank, training is that of plain PyTorch with ``torch.optim`` and ``torch.nn.utils.clip_grad_norm_``."""
+"""In fp32 on one rank, training is that of plain PyTorch with ``torch.optim`` and its ``clip_grad_norm_``."""
 
 from __future__ import annotations
 

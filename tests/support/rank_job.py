@@ -37,7 +37,8 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 def accident(spec: dict[str, Any], progress: Path, step: int) -> None:
     """Tells the test where this rank is, and does to it what the job says: die, raise, or take long."""
     (progress / f"rank{dist.get_rank()}").write_text(f"{os.getpid()} {step}")
-    time.sleep(spec.get("sleep_s", 0.0))
+    if step < spec.get("until", step + 1):
+        time.sleep(spec.get("sleep_s", 0.0))
     if spec.get("rank") == dist.get_rank() and spec.get("step") == step:
         if spec["what"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

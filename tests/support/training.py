@@ -31,7 +31,7 @@ class Recipe:
 
     steps: int = 20
     accumulate: int = 1
-    clip: float | None = 0.5
+    clip: float | None = 1.18
     adamw: bool = True
     groups: bool = True
     """Vectors get a learning rate and betas of their own and no weight decay."""

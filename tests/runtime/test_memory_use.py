@@ -1,0 +1,23 @@
+"""A run whose state is on NVMe needs the memory that its budgets allow, as the system sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ..support.ranks import ROOT
+
+
+def test_peak_rss_stays_under_baseline_and_budgets(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.rss_job", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    budgets = found["device"] + found["host"]
+    assert found["state"] > 5 * budgets, "the state must not fit"
+    assert found["trained"] < found["baseline"] + budgets
+    assert found["filled"] < found["baseline"] + budgets
+    assert all(peak <= capacity for peak, capacity in found["pools"].values())
+    assert len(found["losses"]) == 3
