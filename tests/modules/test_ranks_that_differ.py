@@ -1,0 +1,162 @@
+"""Ranks that do not do the same: trained where that is well defined, else stopped in seconds, by name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tierzero as tz
+from tierzero.sharding.collectives import RankMismatchError
+
+from ..support.oracle import Case, assert_close, config, hyper, sharded, train_plain, train_sharded
+from ..support.rank_pool import RankPool
+from ..support.zoo import Block, Mixture, Routed, Stack, regression, vectors
+
+
+class Towers(Stack):
+    """Runs all blocks side by side; only some take part in the result."""
+
+    def forward(self, x: torch.Tensor, used: int = 3) -> torch.Tensor:
+        first = self.first(x)
+        outputs = [block(first) for block in self.blocks]
+        return self.last(torch.stack(outputs[:used]).sum(0))
+
+
+def only_rank_zero(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Blocks 1 and 2 get gradients on rank 0 only, and there in every other step."""
+    x = vectors(step, rank)
+    return F.mse_loss(model(x, 3 if rank == 0 and step % 2 == 0 else 1), torch.sin(x))
+
+
+def towers_in_one_unit(rank: int, size: int, nvme: str) -> None:
+    for tier in ("host", "nvme"):
+        case = Case(Towers, only_rank_zero, (), steps=10, eps=1e-6, clip=0.3)
+        found = train_sharded(case, config(Path(nvme), tier), rank, size)
+        assert_close(found, train_plain(case, size), tolerance=5e-5)
+        assert (found.updates["blocks.1.up.weight"], found.updates["blocks.0.up.weight"]) == (5, 10)
+
+
+def test_gradients_on_one_rank_only(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(towers_in_one_unit, str(tmp_path))
+
+
+def towers_in_several_units(rank: int, size: int, nvme: str) -> str:
+    """Rank 1's backward has no use for the weights that rank 0's gathers."""
+    model = tz.shard(Towers(6), config(Path(nvme), tiers={"prefetch": 0}), units=(Block,))
+    try:
+        model(vectors(0, rank), 6 if rank == 0 else 1).sum().backward()
+        tz.clip_grad_norm_(model, 1.0)
+    except RankMismatchError as error:
+        return str(error)
+    finally:
+        tz.close(model)
+    return "nothing was said"
+
+
+def test_units_needed_on_one_rank_only_are_named(tmp_path: Path, two_ranks: RankPool) -> None:
+    for message in two_ranks.run(towers_in_several_units, str(tmp_path)):
+        assert "rank 0: 'blocks." in message
+        assert "rank 1: 'blocks." in message
+
+
+def different_experts(rank: int, size: int, nvme: str) -> str:
+    started = time.monotonic()
+    model = tz.shard(Mixture(), config(Path(nvme)), units=(nn.Linear,))
+    try:
+        for step in range(3):
+            model(vectors(step, rank), (0, 1) if rank == 0 else (2, 3)).square().sum().backward()
+    except RankMismatchError as error:
+        assert time.monotonic() - started < 20
+        return str(error)
+    finally:
+        tz.close(model)
+    return "nothing was said"
+
+
+def test_different_units_are_named(tmp_path: Path, two_ranks: RankPool) -> None:
+    for message in two_ranks.run(different_experts, str(tmp_path)):
+        assert "rank 0: 'layers.0.experts.0'" in message
+        assert "rank 1: 'layers.0.experts.2'" in message
+
+
+def different_order(rank: int, size: int, nvme: str) -> str:
+    model = tz.shard(Routed(6), config(Path(nvme), tiers={"prefetch": 0}), units=(Block,))
+    try:
+        for step in range(3):
+            order = (0, 1, 2, 3, 4, 5) if rank == 0 or step < 2 else (5, 4, 3, 2, 1, 0)
+            model(vectors(step, rank), order).square().sum().backward()
+    except RankMismatchError as error:
+        return str(error)
+    finally:
+        tz.close(model)
+    return "nothing was said"
+
+
+def test_another_order_is_named(tmp_path: Path, two_ranks: RankPool) -> None:
+    for message in two_ranks.run(different_order, str(tmp_path)):
+        assert "rank 0: 'blocks." in message
+        assert "rank 1: 'blocks." in message
+
+
+def evaluation_between(rank: int, size: int, nvme: str) -> None:
+    case = Case(Stack, evaluating, (Block,), steps=10, eps=1e-6)
+    found = train_sharded(case, config(Path(nvme)), rank, size)
+    assert_close(found, train_plain(case, size), tolerance=5e-5)
+
+
+def evaluating(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    if step % 3 == 1:
+        with torch.no_grad():
+            model(vectors(500, rank))
+        with torch.inference_mode():
+            model.blocks[1](vectors(501, rank))
+    return regression(model, step, rank)
+
+
+def test_evaluation_between_steps(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(evaluation_between, str(tmp_path))
+
+
+def good_after_bad(rank: int, size: int, nvme: str) -> None:
+    """Every rank raises in the same forward, then in the same backward; the next steps are as if nothing was."""
+    results = []
+    for failing in (False, True):
+        torch.manual_seed(0)
+        with sharded(Stack(), config(Path(nvme)), (Block,)) as model:
+            optimizer = tz.AdamW(model.parameters(), **hyper(Case(Stack, regression)))
+            for step in range(10):
+                if failing and step in (1, 4):
+                    broken_pass(model, in_backward=step == 4)
+                    optimizer.zero_grad()
+                regression(model, step, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(tz.full_state_dict(model))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def broken_pass(model: nn.Module, in_backward: bool) -> None:
+    def raise_here(*_: object) -> None:
+        raise ZeroDivisionError
+
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        if not in_backward:
+            raise_here()
+        out.register_hook(raise_here)
+
+    handle = model.blocks[1].register_forward_hook(hook)
+    try:
+        model(vectors(0, 0)).sum().backward()
+    except ZeroDivisionError:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("nothing was raised")
+
+
+def test_good_steps_after_bad_ones(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(good_after_bad, str(tmp_path))
