@@ -1,0 +1,102 @@
+"""What a unit's forward does with its own weights beyond computing: handing out views of them, writing into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tierzero.errors import NotResidentError
+
+from ..support.oracle import TIERS, Case, assert_close, built, config, sharded, train_plain, train_sharded
+from ..support.zoo import DIM, Block, regression, vectors
+
+ROWS = 5
+
+
+class Positions(nn.Module):
+    """Hands out its weight, or parts of it, as they are."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.randn(16, DIM))
+
+    def forward(self) -> object:
+        if self.how == "parameter":
+            return self.weight
+        view = self.weight[:ROWS]
+        return {"view": view, "detached": view.detach(), "nested": {"rows": [(view, None)]}}[self.how]
+
+
+class Positioned(nn.Module):
+    """Uses what ``Positions`` handed out after the memory it was gathered in has been used by others."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.positions = Positions(how)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.positions()
+        if isinstance(rows, dict):
+            rows = rows["rows"][0][0]
+        assert isinstance(rows, torch.Tensor)
+        for block in self.blocks:
+            x = block(x)
+        x = x * rows[:ROWS]
+        for block in self.blocks:
+            x = block(x)
+        return x + rows[:1]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("how", ["view", "detached", "nested", "parameter"])
+def test_views_of_weights_outlive_their_unit(how: str, tier: str, tmp_path: Path) -> None:
+    case = Case(lambda: Positioned(how), regression, (Block, Positions))
+    assert_close(train_sharded(case, config(tmp_path, tier, tiers={"prefetch": 0})), train_plain(case))
+
+
+def _clamp(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.01, 0.01)
+
+
+def _replace(weight: torch.Tensor) -> None:
+    weight.data = weight.data / 2
+
+
+def _renormalize(weight: torch.Tensor) -> None:
+    nn.functional.embedding(torch.tensor([0, 1]), weight, max_norm=0.1)
+
+
+class Writing(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.write: Callable[[torch.Tensor], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.write is not None:
+            self.write(next(module for module in self.modules() if isinstance(module, nn.Linear)).weight)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("write", [_clamp, _replace, _renormalize])
+def test_changing_a_weight_inside_its_forward_is_refused(
+    write: Callable[[torch.Tensor], None], tier: str, tmp_path: Path
+) -> None:
+    case = Case(lambda: nn.Sequential(Writing(), Writing()), regression)
+    with sharded(built(case), config(tmp_path, tier), (Writing,)) as model:
+        second = model[1]  # type: ignore[index]
+        x = vectors(0, 0)
+        wanted = model(x).detach()
+        second.write = write
+        with pytest.raises(NotResidentError, match=r"'1\..*weight'.*inside the forward of unit '1'.*tierzero.gathered"):
+            model(x)
+        second.write = None
+        if tier == "nvme":  # elsewhere it may have been the weight itself
+            assert torch.equal(model(x), wanted)
