@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from tierzero.errors import BudgetError, ConfigError
 from tierzero.planner.buffers import (
     FEWEST_STAGING_TILES,
+    STAGING_TILES,
     all_gradient_bytes,
     arena_bytes,
     bucket_bytes,
@@ -85,7 +86,7 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
     device_room = _room(budgets.device, budgets.device_free, arena + buckets)
     room = {
         Tier.DEVICE: 0 if budgets.device_is_host and budgets.device is None else device_room,
-        Tier.HOST: _room(budgets.host, budgets.host_free, FEWEST_STAGING_TILES * staging_tile + shared),
+        Tier.HOST: _room(budgets.host, budgets.host_free, _reserved_staging(budgets, staging_tile) + shared),
     }
     homes = place(shape, request, budgets, tile, room)
     in_place = tuple(is_in_place(group, tiles, budgets) for group, tiles in zip(shape.groups, homes, strict=True))
@@ -117,6 +118,12 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
 
 def _room(budget: int | None, free: int, reserved: int) -> int:
     return max(0, (free if budget is None else budget) - reserved)
+
+
+def _reserved_staging(budgets: Budgets, staging_tile: int) -> int:
+    """What "auto" leaves for tiles in flight: the usual number, but no more than a quarter of the budget for it."""
+    budget = budgets.host_free if budgets.host is None else budgets.host
+    return max(FEWEST_STAGING_TILES * staging_tile, min(STAGING_TILES * staging_tile, budget // 4))
 
 
 def _check_fits(shape: ModelShape, plan: MemoryPlan, budgets: Budgets) -> None:

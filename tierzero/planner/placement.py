@@ -26,15 +26,15 @@ class _Chooser:
         self._given: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._total = 0
 
-    def choose(self, nbytes: int) -> Tier:
+    def choose(self, nbytes: int, device_allowed: bool = True) -> Tier:
         fractions = self._fractions
         if fractions is not None:
             self._total += nbytes
             tier = max(fractions, key=lambda t: fractions[t] * self._total - self._given[t])
         else:
-            tier = next(
-                (t for t in (Tier.DEVICE, Tier.HOST) if self._room[t] >= nbytes), Tier.NVME if self._nvme else Tier.HOST
-            )
+            memory = (Tier.DEVICE, Tier.HOST) if device_allowed else (Tier.HOST,)
+            last = Tier.NVME if self._nvme else Tier.HOST
+            tier = next((tier for tier in memory if self._room[tier] >= nbytes), last)
         self._given[tier] += nbytes
         if tier in self._room:
             self._room[tier] -= nbytes
@@ -55,11 +55,19 @@ def place(
         "gradients": GroupShape.gradient_bytes,
         "optimizer": GroupShape.optimizer_bytes,
     }
-    for kind in sorted(kinds, key=lambda k: getattr(request, k) == "auto"):
+    for kind in sorted(kinds, key=lambda k: getattr(request, k) == "auto"):  # stable: params before optimizer
         chooser = _Chooser(getattr(request, kind), room, budgets.nvme)
+        # A GPU updates what lies in its memory: optimizer state is only of use there beside the weights.
+        with_weights = kind == "optimizer" and request.optimizer == "auto" and not budgets.device_is_host
         chosen[kind] = [
-            [chooser.choose(page_round(size[kind](group, numel))) for numel in numels]
-            for group, numels in zip(shape.groups, tiles, strict=True)
+            [
+                chooser.choose(
+                    page_round(size[kind](group, numel)),
+                    device_allowed=not with_weights or chosen["params"][index][tile_index] is Tier.DEVICE,
+                )
+                for tile_index, numel in enumerate(numels)
+            ]
+            for index, (group, numels) in enumerate(zip(shape.groups, tiles, strict=True))
         ]
     return tuple(
         tuple(

@@ -1,0 +1,106 @@
+"""The plan: placements, budgets and the bytes that it names, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierzero.errors import BudgetError, ConfigError
+from tierzero.optim.formats import state_format
+from tierzero.planner.memory_plan import plan_memory
+from tierzero.planner.shape import Budgets, GroupShape, ModelShape, PlanRequest
+from tierzero.sharding.layout import flat_layout
+from tierzero.tiers import Tier
+
+MANY = 1 << 40
+ROOMY = Budgets(None, None, MANY, MANY, device_is_host=True, nvme=True)
+AUTO = PlanRequest("auto", "auto", "auto")
+
+
+def shape_of(numels: list[int], parts: int = 1) -> ModelShape:
+    """One unit per entry, below a root; bf16, trainable."""
+    groups = tuple(
+        GroupShape(
+            unit,
+            flat_layout(torch.bfloat16, True, [((f"p{unit}",), torch.Size([numel]))], parts),
+            state_format(torch.bfloat16),
+            2,
+        )
+        for unit, numel in enumerate(numels)
+    )
+    ancestors = tuple(() if unit == 0 else (0,) for unit in range(len(numels)))
+    return ModelShape(groups, tuple(f"unit{unit}" for unit in range(len(numels))), ancestors)
+
+
+def test_explicit_placement_is_carried_out() -> None:
+    request = PlanRequest({"nvme": 1.0}, {"nvme": 1.0}, {"host": 1.0})
+    plan = plan_memory(shape_of([1 << 16] * 4), request, ROOMY)
+    homes = {(home.weight, home.optimizer, home.gradient) for tiles in plan.homes for home in tiles}
+    assert homes == {(Tier.NVME, Tier.NVME, Tier.HOST)}
+    assert plan.nvme_state == 4 * (1 << 16) * 12
+    assert plan.host_state == 4 * (1 << 16) * 2
+
+
+def test_fractions_are_met_to_a_tile() -> None:
+    shape = shape_of([1 << 22] * 4)
+    request = PlanRequest({"host": 1.0}, {"host": 0.25, "nvme": 0.75}, {"host": 1.0}, tile=1 << 18)
+    plan = plan_memory(shape, request, ROOMY)
+    homes = [home.optimizer for tiles in plan.homes for home in tiles]
+    assert abs(homes.count(Tier.HOST) / len(homes) - 0.25) <= 1 / len(homes)
+
+
+def test_auto_fills_the_host_with_weights_first() -> None:
+    shape = shape_of([1 << 20] * 8)
+    plan = plan_memory(shape, AUTO, replace(ROOMY, host=40 << 20))
+    weights = {home.weight for tiles in plan.homes for home in tiles}
+    assert weights == {Tier.HOST}
+    assert Tier.NVME in {home.optimizer for tiles in plan.homes for home in tiles}
+    assert plan.host <= 40 << 20
+
+
+def test_optimizer_state_goes_to_a_gpu_only_beside_its_weights() -> None:
+    gpu = Budgets(1 << 30, 1 << 30, 1 << 30, 1 << 30, device_is_host=False, nvme=True)
+    plan = plan_memory(shape_of([1 << 20] * 8), PlanRequest({"host": 1.0}, "auto", "auto"), gpu)
+    assert Tier.DEVICE not in {home.optimizer for tiles in plan.homes for home in tiles}
+    with pytest.raises(ConfigError, match=r"placement\.optimizer"):
+        plan_memory(shape_of([1 << 20]), PlanRequest({"host": 1.0}, {"device": 1.0}, "auto"), gpu)
+
+
+def test_nvme_without_paths_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"placement\.params.*tiers\.nvme"):
+        plan_memory(shape_of([1 << 16]), PlanRequest({"nvme": 1.0}, "auto", "auto"), replace(ROOMY, nvme=False))
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_bytes_that_a_refusal_names_are_enough(tier: str) -> None:
+    shape = shape_of([1 << 14, *[1 << 20] * 3])
+    request = PlanRequest({"nvme": 1.0}, {"nvme": 1.0}, {"nvme": 1.0})
+    short = replace(ROOMY, **{tier: 4096})
+    with pytest.raises(BudgetError, match=f"tiers.{tier}") as refused:
+        plan_memory(shape, request, short)
+    plan_memory(shape, request, replace(ROOMY, **{tier: 4096 + refused.value.missing}))
+    with pytest.raises(BudgetError):
+        plan_memory(shape, request, replace(ROOMY, **{tier: 4096 + refused.value.missing - 1}))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numels=st.lists(st.integers(1, 1 << 21), min_size=1, max_size=6),
+    parts=st.integers(1, 4),
+    device=st.none() | st.integers(0, 1 << 27),
+    host=st.none() | st.integers(0, 1 << 27),
+)
+def test_a_plan_never_exceeds_its_budgets(numels: list[int], parts: int, device: int | None, host: int | None) -> None:
+    budgets = replace(ROOMY, device=device, host=host)
+    try:
+        plan = plan_memory(shape_of(numels, parts), replace(AUTO, reduced=parts > 1), budgets)
+    except BudgetError as error:
+        assert error.missing > 0
+        return
+    assert device is None or plan.device <= device
+    assert host is None or plan.host <= host
+    assert plan.bucket_limit >= plan.buckets
