@@ -96,10 +96,13 @@ def test_the_bytes_that_a_refusal_names_are_enough(tier: str) -> None:
 )
 def test_a_plan_never_exceeds_its_budgets(numels: list[int], parts: int, device: int | None, host: int | None) -> None:
     budgets = replace(ROOMY, device=device, host=host)
+    plan, missing = None, 0
     try:
         plan = plan_memory(shape_of(numels, parts), replace(AUTO, reduced=parts > 1), budgets)
     except BudgetError as error:
-        assert error.missing > 0
+        missing = error.missing
+    if plan is None:
+        assert missing > 0
         return
     assert device is None or plan.device <= device
     assert host is None or plan.host <= host
