@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from tierzero.errors import NotResidentError
 from tierzero.runtime.paged import PagedParameter
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.state import Gathered, GroupState, SlotState, UnitState, slot_of
@@ -133,17 +135,23 @@ class SavedWeights:
 
 @contextmanager
 def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
-    """Keeps the unit gathered and its parameters resident; nested uses of one unit share the outermost."""
+    """Keeps the unit gathered and its parameters resident; nested uses of one unit share the outermost.
+
+    Raises NotResidentError at the end of the outermost where a parameter was changed in place: what is written into a
+    gathered copy is lost with it.
+    """
     gathered = runtime.pager.demand(unit)
     unit.active += 1
+    lent: list[_Lent] = []
     try:
         if unit.active == 1:
-            _make_resident(unit, gathered)
+            _make_resident(unit, gathered, lent)
         if torch.is_grad_enabled():
             with runtime.saved_weights.active():
                 yield
         else:
             yield
+        _refuse_changes(runtime, unit, lent)
     finally:
         unit.active -= 1
         if unit.active == 0:
@@ -152,12 +160,46 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
                     slot.put_away()
 
 
+@dataclass(frozen=True)
+class _Lent:
+    """A parameter as it was made resident: the address of its values and PyTorch's count of its in-place changes."""
+
+    slot: SlotState
+    address: int
+    version: int
+
+
 @torch.inference_mode(False)
-def _make_resident(unit: UnitState, gathered: list[Gathered]) -> None:
+def _make_resident(unit: UnitState, gathered: list[Gathered], lent: list[_Lent]) -> None:
     for group, whole in zip(unit.groups, gathered, strict=True):
         for slot in group.slots:
             if slot.is_away:  # not one that tierzero.gathered holds open
-                slot.make_resident(whole.parameter_values(slot.slot))
+                values = whole.parameter_values(slot.slot)
+                slot.make_resident(values)
+                lent.append(_Lent(slot, values.data_ptr(), slot.parameter._version))
+
+
+def _refuse_changes(runtime: Runtime, unit: UnitState, lent: list[_Lent]) -> None:
+    for loan in lent:
+        parameter = loan.slot.parameter
+        if not loan.slot.is_away and (parameter._version != loan.version or parameter.data_ptr() != loan.address):
+            runtime.pager.forget(unit)
+            raise NotResidentError(
+                f"parameter {loan.slot.name!r} was changed inside the forward of unit {unit.title!r}, where its values "
+                "are a copy; change it between steps with `with tierzero.gathered(parameter):`, or make it a buffer"
+            )
+
+
+def _own_outputs(pager: Pager, unit: UnitState, output: Any) -> Any:
+    """Copies of outputs that are views of the unit's weights: its gathered memory is used again after the forward."""
+
+    def own(value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.numel() == 0:
+            return value
+        gathered = pager.find(value.untyped_storage().data_ptr())
+        return value if gathered is None or gathered.group.unit is not unit else value.clone()
+
+    return own(output) if isinstance(output, torch.Tensor) else tree_map(own, output)
 
 
 def install_forward(runtime: Runtime, unit: UnitState, recompute: bool, compile_inner: bool) -> None:
@@ -174,7 +216,7 @@ def install_forward(runtime: Runtime, unit: UnitState, recompute: bool, compile_
             runtime.enter_root()
             args, kwargs = runtime.cast_inputs(args, kwargs)
         with unit_in_use(runtime, unit):
-            return inner(*args, **kwargs)
+            return _own_outputs(runtime.pager, unit, inner(*args, **kwargs))
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
