@@ -171,7 +171,7 @@ import tierzero as tz
 from torch import nn
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with tz.empty_init():
-    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(40)))
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))
 config = tz.Config.from_dict({"train": {"precision": "bf16"}, "tiers": {"nvme": [sys.argv[1]], "device": "96MiB",
     "host": "96MiB"}, "placement": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}})
 tz.shard(nn.Sequential(nn.Linear(8, 8)), config)
@@ -184,11 +184,11 @@ tz.close(model)
 
 
 def test_filling_takes_the_memory_of_a_unit_not_of_the_model(tmp_path: Path) -> None:
-    """640 MiB of fp32 values pass through: 16 MiB at a time beside the budgets."""
+    """384 MiB of fp32 values pass through: 16 MiB at a time beside the budgets."""
     command = [sys.executable, "-c", PEAK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 320 << 20
+    assert int(done.stdout) < 250 << 20
 
 
 def empty_on_ranks(rank: int, size: int, nvme: str) -> dict[str, torch.Tensor]:

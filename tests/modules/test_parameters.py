@@ -90,12 +90,12 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRITES)
-def test_writing_is_refused_with_the_name(what: str, model: nn.Module, plain: nn.Module) -> None:
+def test_writing_is_refused_with_the_name(model: nn.Module, plain: nn.Module) -> None:
     parameter = model.get_parameter(NAME)
-    with torch.no_grad(), pytest.raises(tz.NotResidentError, match=r"blocks\.1\.up\.weight"):
-        WRITES[what](parameter)
-    assert torch.equal(tz.read_state(parameter, "weight"), plain.get_parameter(NAME))
+    for what, write in WRITES.items():
+        with torch.no_grad(), pytest.raises(tz.NotResidentError, match=r"blocks\.1\.up\.weight"):
+            write(parameter)
+        assert torch.equal(tz.read_state(parameter, "weight"), plain.get_parameter(NAME)), what
 
 
 REFUSALS: dict[str, Callable[[nn.Module], object]] = {

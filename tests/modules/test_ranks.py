@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ..support.cases import CASES
 from ..support.oracle import TIERS, Case, assert_bits, assert_close, config, train_plain, train_sharded
 from ..support.rank_pool import RankPool
-from ..support.zoo import CASES
 
 NAMES = (
     "tied",

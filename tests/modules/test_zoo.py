@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ..support.cases import CASES
 from ..support.oracle import TIERS, Case, assert_close, config, train_plain, train_sharded
-from ..support.zoo import CASES, Block, Stack, penalized
+from ..support.zoo import Block, Stack, penalized
 
 
 @pytest.mark.parametrize("tier", TIERS)

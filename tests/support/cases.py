@@ -1,0 +1,73 @@
+"""The awkward models as cases: what each is trained on, and its units."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .oracle import Case
+from .zoo import (
+    Adapted,
+    Albert,
+    Attention,
+    Block,
+    Borrower,
+    Captured,
+    Encoder,
+    Experts,
+    Lora,
+    Many,
+    Mixture,
+    Normed,
+    Odd,
+    Recurrent,
+    Reparametrized,
+    Routed,
+    Scale,
+    Stack,
+    Structured,
+    Tied,
+    Unused,
+    Wide,
+    branching,
+    language,
+    regression,
+    routed_by_rank,
+    skipping,
+    structured,
+    twice,
+    unused,
+)
+
+CASES: dict[str, Case] = {
+    "tied": Case(lambda: Tied(False), language, (Block, "embed"), clip=0.5),
+    "tied-own-units": Case(lambda: Tied(False), language, (Block, "embed", "head")),
+    "tied-functional": Case(lambda: Tied(True), language, (Block, "embed")),
+    "borrower": Case(Borrower, regression, (Block, Scale)),
+    "captured": Case(Captured, regression, (Block,)),
+    "used-twice": Case(lambda: Albert(2), regression, (Block,)),
+    "albert": Case(lambda: Albert(6), regression, (Block,)),
+    "skipping": Case(Routed, skipping, (Block,), steps=12),
+    "branching": Case(Routed, branching, (Block,), steps=12),
+    "two-forwards": Case(Stack, twice, (Block,)),
+    "structured": Case(Structured, structured, (Structured.Inner,)),
+    "batch-norm": Case(Normed, regression, (nn.Linear, nn.BatchNorm1d), eps=1e-5),
+    "attention": Case(Attention, regression, (nn.MultiheadAttention,), eps=1e-4),
+    "attention-split": Case(Attention, regression, ("attention.out_proj", "last"), eps=1e-4),
+    "encoder": Case(Encoder, regression, (nn.TransformerEncoderLayer,), eps=1e-4),
+    "encoder-leaves": Case(Encoder, regression, (nn.Linear, nn.LayerNorm), eps=1e-4),
+    "lstm": Case(Recurrent, regression, (nn.LSTM, nn.GRU)),
+    "lstm-in-root": Case(Recurrent, regression, ("last",)),
+    "reparametrized": Case(Reparametrized, regression, (nn.Linear,), eps=1e-5),
+    "reparametrized-in-root": Case(Reparametrized, regression, ("normed",), eps=1e-5),
+    "weight-normed": Case(lambda: Reparametrized(False), regression, (nn.Linear,), eps=1e-5),
+    "odd": Case(Odd, regression, (nn.Linear,)),
+    "many": Case(Many, regression, ("parts.?", "parts.1*"), steps=3, eps=1e-6),
+    "wide": Case(Wide, language, ("embed", Block), clip=0.3),
+    "unused": Case(Unused, unused, (Block,), clip=0.1),
+    "lora": Case(Lora, language, (Adapted, "embed", "head")),
+    "mixture": Case(Mixture, routed_by_rank, (Experts,), clip=0.5),
+    "one-block": Case(lambda: Stack(1), regression, (Block,)),
+    "two-blocks": Case(lambda: Stack(2), regression, (Block,)),
+    "every-leaf": Case(Stack, regression, (nn.Linear, nn.LayerNorm)),
+}
+"""Models that both one rank and several can train; `penalized` needs the values of one rank."""
