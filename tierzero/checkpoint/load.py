@@ -49,6 +49,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
         reader.close()
     for slot in runtime.slots():
         slot.step = int(manifest["parameters"][slot.name]["step"])
+        slot.state_of = None
     _load_optimizer(optimizer, manifest)
     _restore_rng(runtime, reader)
     return manifest["extra"]

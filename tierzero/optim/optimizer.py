@@ -36,9 +36,6 @@ class _Adam(torch.optim.Optimizer):
         _check("the arguments", defaults, self.decoupled)
         self._slot_groups: dict[OwnedParameter, int] = {}
         super().__init__(params, defaults)
-        for owner in self._owners():
-            if owner.updates_in_backward:
-                owner.step_hyper = self._hyper_of
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters with hyperparameters of their own. An empty group stays a group, as LR schedulers expect.
@@ -63,6 +60,7 @@ class _Adam(torch.optim.Optimizer):
                     "tierzero.shard; shard the model first, or use torch.optim for it"
                 )
             self._slot_groups[slot] = len(self.param_groups) - 1
+            slot.hyper_of = self._hyper_of
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -97,7 +95,10 @@ class _Adam(torch.optim.Optimizer):
         return {"state": {position: {"step": step} for position, step in enumerate(steps)}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes hyperparameters and step counts back. Raises ConfigError when groups or their sizes differ."""
+        """Takes hyperparameters and step counts back; the moments in the tiers must be those of the same step.
+
+        Raises ConfigError when groups, their sizes or the moments' steps differ.
+        """
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
@@ -106,15 +107,22 @@ class _Adam(torch.optim.Optimizer):
                 f"of {sizes}; "
                 "build it with the same groups"
             )
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        slots = [_required_slot(parameter) for parameter in parameters]
+        for position, slot in enumerate(slots):
+            found = _saved_step(state_dict, position)
+            if found is not None and found != slot.step:
+                raise ConfigError(
+                    f"optimizer state of step {found} for parameter {slot.name!r}, whose moments in the tiers are of "
+                    f"step {slot.step}; moments are not in a state dict: use tierzero.load_checkpoint"
+                )
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
             if isinstance(group.get("betas"), list):
                 group["betas"] = tuple(group["betas"])
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for position, parameter in enumerate(parameters):
-            found = state_dict["state"].get(position, state_dict["state"].get(str(position)))
-            if found is not None:
-                _required_slot(parameter).step = int(found["step"])
+        for position, slot in enumerate(slots):
+            if _saved_step(state_dict, position) is not None:
+                slot.state_of = None
 
     def _hyper_of(self, slot: OwnedParameter) -> GroupHyper | None:
         index = self._slot_groups.get(slot)
@@ -143,7 +151,8 @@ class AdamW(_Adam):
 
     Arguments, defaults of ``betas`` and ``eps``, and results are those of ``torch.optim.AdamW``; state is fp32
     whatever the weights are. ``lr`` and the others are read from ``param_groups`` at every step, so that
-    ``torch.optim.lr_scheduler`` works as usual.
+    ``torch.optim.lr_scheduler`` works as usual. The tiers hold one set of moments: another optimizer over the same
+    parameters begins with fresh ones at its first step, and the one before it can no longer step them.
     """
 
     decoupled = True
@@ -180,6 +189,12 @@ def _check(where: str, values: dict[str, Any], decoupled: bool) -> None:
         hyper.at(1)
     except ConfigError as error:
         raise ConfigError(f"{where} of the optimizer: {error}") from None
+
+
+def _saved_step(state_dict: dict[str, Any], position: int) -> int | None:
+    """JSON turns the positions into text."""
+    found = state_dict["state"].get(position, state_dict["state"].get(str(position)))
+    return None if found is None else int(found["step"])
 
 
 def _required_slot(parameter: torch.Tensor) -> OwnedParameter:

@@ -33,9 +33,14 @@ class GroupHyper:
 
 
 class OwnedParameter(Protocol):
-    """A sharded parameter as its owner knows it. ``step`` counts its updates."""
+    """A sharded parameter as its owner knows it. ``step`` counts its updates; ``hyper_of`` is that of the newest
+    optimizer that has it, ``state_of`` that of the optimizer whose moments are in the tiers (None: of the next that
+    steps).
+    """
 
     step: int
+    hyper_of: HyperOf | None
+    state_of: HyperOf | None
 
     @property
     def name(self) -> str: ...
@@ -52,7 +57,6 @@ class StepOwner(Protocol):
     """A runtime: it holds the gradients and carries out the updates of its parameters."""
 
     loss_scale: float
-    step_hyper: HyperOf | None
     on_step_skipped: Callable[[bool], None] | None
 
     @property

@@ -76,6 +76,17 @@ def write_changed(runtime: Runtime, slot: SlotState, values: torch.Tensor) -> bo
     return changed
 
 
+def zero_moments(runtime: Runtime, slot: SlotState) -> None:
+    """Sets this rank's part of the parameter's moments to zero; the master stays as it is."""
+
+    def zero(opened: OpenTile, inside: slice, outside: slice) -> bool:
+        for name in ("m", "v"):
+            opened.optimizer[name][inside].zero_()
+        return True
+
+    _visit(runtime, slot, Parts.STATE, zero)
+
+
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that belong to the model's state, by name."""
     for prefix, module in model.named_modules():

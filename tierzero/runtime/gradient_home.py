@@ -41,10 +41,13 @@ def new_bucket(group: GroupState, buffer: Buffer) -> Bucket:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A slot whose gradient a dispatch puts away; ``accumulate``: its home already holds a part of it."""
+    """A slot whose gradient a dispatch puts away; ``accumulate``: its home already holds a part of it, which clipping
+    multiplied with ``factor``.
+    """
 
     slot: SlotState
     accumulate: bool
+    factor: float
 
 
 Collected = list[tuple[Bucket, list[Arrival]]]
@@ -124,6 +127,8 @@ class GradientHome:
         if whole is not None and self._device.is_host:
             for arrival, fragment in mine:
                 target = _cut(whole, fragment)
+                if arrival.accumulate and arrival.factor != 1.0:
+                    await self._engine.call(target.mul_, arrival.factor)
                 add = self._engine.call(_accumulate, target, _cut(shard, fragment), not arrival.accumulate)
                 arrival.slot.sum_of_squares = await add
             return
@@ -143,25 +148,25 @@ class GradientHome:
         nothing arrived.
         """
         arrived = {arrival.slot.slot.index: arrival for arrival, _ in mine}
-        kept: list[tuple[Fragment, bool]] = []
+        kept: list[tuple[Fragment, bool, float]] = []
         for slot in group.slots:
             fragment = fragments.get(slot.slot.index)
             arrival = arrived.get(slot.slot.index)
             if fragment is not None and (arrival.accumulate if arrival else slot.has_grad):
-                kept.append((fragment, arrival is None))
+                kept.append((fragment, arrival is None, arrival.factor if arrival else 1.0))
         if not kept:
             return
         for tile in group.tiles:
             opened = await self._tile_io.open(group, tile, Parts.GRADIENT, Priority.DEMAND)
             assert opened.gradient is not None
             old = opened.gradient.to(shard.device)
-            for fragment, overwrite in kept:
+            for fragment, overwrite, factor in kept:
                 start = max(fragment.shard_offset, tile.span.start)
                 stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
                 if start < stop:
-                    await self._engine.call(
-                        _accumulate, shard[start:stop], old[start - tile.span.start : stop - tile.span.start], overwrite
-                    )
+                    part = old[start - tile.span.start : stop - tile.span.start]
+                    part = part if factor == 1.0 else part * factor
+                    await self._engine.call(_accumulate, shard[start:stop], part, overwrite)
             self._tile_io.close(opened)
 
     async def _store_tile(self, bucket: Bucket, tile: Tile, shard: torch.Tensor) -> None:

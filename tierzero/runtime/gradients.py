@@ -109,6 +109,9 @@ class Gradients:
         whole = self._whole[id(slot.group)]
         assert whole is not None
         target = whole.narrow(0, slot.slot.offset, slot.slot.numel)
+        if slot.has_grad and slot.clip_factor != 1.0:
+            target.mul_(slot.clip_factor)
+        slot.clip_factor = 1.0
         # The compute threads are idle while autograd hands a gradient over.
         threads = torch.get_num_threads() if values.numel() >= _WORTH_THREADS else 1
         slot.sum_of_squares = accumulate(
@@ -244,8 +247,8 @@ class Gradients:
         arrivals = []
         for slot in bucket.group.slots:
             if slot.slot.index in bucket.arrived:
-                arrivals.append(Arrival(slot, slot.has_grad))
-                slot.has_grad = True
+                arrivals.append(Arrival(slot, slot.has_grad, slot.clip_factor))
+                slot.has_grad, slot.clip_factor = True, 1.0
         return arrivals
 
     # Waiting and dropping.

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 
 from tierzero.errors import ConfigError
-from tierzero.optim.hyper import AdamHyper
 from tierzero.optim.owner import HyperOf
 from tierzero.planner.shape import MemoryPlan
+from tierzero.runtime.access import zero_moments
 from tierzero.runtime.device import Device
+from tierzero.runtime.fixing import MomentOwners, Stepped, fixed_updates
 from tierzero.runtime.forward import SavedWeights
 from tierzero.runtime.gradients import Gradients
 from tierzero.runtime.pager import Pager
-from tierzero.runtime.state import GroupState, SlotState, UnitState, UpdateSegment, UpdateSpec, slot_of
+from tierzero.runtime.state import GroupState, SlotState, UnitState, UpdateSpec, slot_of
 from tierzero.runtime.stats import Counters, Stalls
 from tierzero.runtime.tile_io import TileIO
 from tierzero.runtime.update import Updater
@@ -89,14 +90,11 @@ class Runtime:
         self.saved_weights.know(self.slots())
         self.held_open: set[SlotState] = set()
         """Parameters that `gathered` keeps resident."""
-        self.clip_factor = 1.0
-        """What clipping multiplies the gradients with at the next step."""
         self.loss_scale = 1.0
         """What the loss was multiplied with before backward."""
-        self.step_hyper: HyperOf | None = None
-        """Of the optimizer, for updates that begin during the backward."""
         self.on_step_skipped: Callable[[bool], None] | None = None
         self._updated_in_backward: set[int] = set()
+        self._moments = MomentOwners(self._start_afresh)
         self._closed = False
         self._step_start = Counters()
         self.last_step = Counters()
@@ -165,9 +163,9 @@ class Runtime:
     # The step.
 
     def grad_norm(self) -> float:
-        """The 2-norm of all gradients over ranks and tiers, unscaled, before clipping. Every rank must call it."""
+        """The 2-norm of all gradients over ranks and tiers, unscaled, as clipped so far. Every rank must call it."""
         self.gradients.finish()
-        squares = sum(slot.sum_of_squares for slot in self.slots() if slot.has_grad)
+        squares = sum(slot.sum_of_squares * slot.clip_factor**2 for slot in self.slots() if slot.has_grad)
         if self.collectives is not None and self.groups()[0].layout.parts > 1:
             with self.stalls.waiting("gather"):
                 squares = float(self.collectives.small_sum(torch.tensor([squares], dtype=torch.float64))[0])
@@ -182,12 +180,14 @@ class Runtime:
                 "clip_grad_norm_: optimizer.overlap = 'backward' updates before the norm is known; use 'forward' to "
                 "clip"
             )
-        norm = self.grad_norm() * self.clip_factor
+        norm = self.grad_norm()
         # As torch.nn.utils.clip_grad_norm_ does it: the factor is computed and clamped in fp32.
         factor = torch.clamp(
             torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0
         )
-        self.clip_factor *= float(factor)
+        for slot in self.slots():
+            if slot.has_grad:
+                slot.clip_factor *= float(factor)
         return norm
 
     def step(self, hyper_of: HyperOf, slots: Iterable[SlotState]) -> bool:
@@ -204,35 +204,29 @@ class Runtime:
             applied = self.grad_norm() < float("inf")
             self.on_step_skipped(not applied)
         if applied:
-            wanted = [
-                slot for slot in slots if slot.has_grad and slot.group.unit.index not in self._updated_in_backward
-            ]
-            self._fix_updates(wanted, hyper_of)
+            done = self._updated_in_backward
+            self._fix_updates([(s, hyper_of) for s in slots if s.has_grad and s.group.unit.index not in done])
         self._settle_backward_updates()
         self._end_step()
         return applied
 
-    def _fix_updates(self, slots: Sequence[SlotState], hyper_of: HyperOf) -> list[UnitState]:
-        by_group: dict[int, list[tuple[SlotState, AdamHyper]]] = {}
-        touched: dict[int, GroupState] = {}
-        for slot in slots:
-            hyper = hyper_of(slot)
-            if hyper is not None:
-                slot.step += 1
-                by_group.setdefault(id(slot.group), []).append((slot, hyper.at(slot.step)))
-                touched[id(slot.group)] = slot.group
-        late = [group for group in touched.values() if group.pending is not None]
+    def _fix_updates(self, stepped: Stepped) -> None:
+        self._moments.take_over(stepped)
+        fixed = fixed_updates(stepped, self.loss_scale)
+        late = [group for group, _ in fixed if group.pending is not None]
         if late:
             self._apply(late)
-        scale = self.clip_factor / self.loss_scale
-        units = {group.unit.index: group.unit for group in touched.values()}
-        for unit in units.values():
+        for unit in {group.unit.index: group.unit for group, _ in fixed}.values():
             self.pager.forget(unit)
-        for key, group in touched.items():
+        for group, spec in fixed:
             group.version += 1
-            segments = _segments(by_group[key])
-            group.pending = UpdateSpec(segments, scale) if segments else None
-        return list(units.values())
+            group.pending = spec
+
+    def _start_afresh(self, slots: list[SlotState]) -> None:
+        self.flush()
+        for slot in slots:
+            zero_moments(self, slot)
+            slot.step = 0
 
     def _end_step(self) -> None:
         self.steps += 1
@@ -271,13 +265,12 @@ class Runtime:
     def _on_unit_complete(self, unit: UnitState, reduced: Future[None] | None) -> None:
         if (
             self.overlap != "backward"
-            or self.step_hyper is None
             or unit.active
             or unit.index in self._updated_in_backward
+            or all(slot.hyper_of is None for slot in unit.all_slots())
         ):
             return
-        slots = [slot for slot in unit.all_slots() if slot.has_grad]
-        self._fix_updates(slots, self.step_hyper)
+        self._fix_updates([(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None])
         self._updated_in_backward.add(unit.index)
         for group in unit.groups:
             spec, group.pending = group.pending, None
@@ -314,11 +307,6 @@ class Runtime:
                 f"{unit.title!r}; "
                 "use overlap = 'forward' to accumulate gradients"
             )
-        if self.clip_factor != 1.0:
-            raise ConfigError(
-                "backward after clip_grad_norm_: call optimizer.step() and zero_grad() first, or clip after the last "
-                "backward"
-            )
         self.pager.settle(unit)
         if any(group.pending is not None for group in unit.groups):
             self._apply(unit.groups)
@@ -326,7 +314,6 @@ class Runtime:
     def zero_grad(self, slots: Sequence[SlotState] | None = None) -> None:
         """Drops gradients; what a pending update still needs is kept until it has run."""
         self.gradients.drop(slots)
-        self.clip_factor = 1.0
 
     # Bookkeeping.
 
@@ -374,22 +361,6 @@ class Runtime:
         if not getattr(self, "_closed", True):
             with contextlib.suppress(RuntimeError):  # no new thread while the interpreter exits
                 threading.Thread(target=self.close, daemon=True).start()
-
-
-def _segments(updates: list[tuple[SlotState, AdamHyper]]) -> tuple[UpdateSegment, ...]:
-    """This rank's part of the updates as ranges of the shard; neighbours that are updated alike become one."""
-    segments: list[UpdateSegment] = []
-    for slot, hyper in sorted(updates, key=lambda update: update[0].slot.offset):
-        fragment = slot.fragment
-        if fragment is None:
-            continue
-        start, stop = fragment.shard_offset, fragment.shard_offset + fragment.numel
-        last = segments[-1] if segments else None
-        if last is not None and last.stop == start and last.hyper == hyper:
-            segments[-1] = UpdateSegment(last.start, stop, hyper)
-        else:
-            segments.append(UpdateSegment(start, stop, hyper))
-    return tuple(segments)
 
 
 def _wait_all(futures: Iterable[Future[Any]]) -> None:

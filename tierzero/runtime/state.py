@@ -13,6 +13,7 @@ from torch import nn
 from tierzero.errors import ConfigError, NotResidentError
 from tierzero.optim.formats import StateFormat
 from tierzero.optim.hyper import AdamHyper
+from tierzero.optim.owner import HyperOf
 from tierzero.runtime.paged import PagedParameter, placeholder
 from tierzero.sharding.layout import FlatLayout, Fragment, Slot, TileSpan
 from tierzero.tiers import Buffer, StoredObject, Tier
@@ -51,21 +52,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class UpdateSegment:
-    """Elements ``[start, stop)`` of a shard that are updated alike."""
+    """Elements ``[start, stop)`` of a shard that are updated alike, and the factor on their gradients."""
 
     start: int
     stop: int
     hyper: AdamHyper
+    grad_scale: float
 
 
 @dataclass(frozen=True)
 class UpdateSpec:
-    """An update that ``step()`` has fixed and that a group's tiles still await: what to apply and the factor on the
-    gradients.
-    """
+    """An update that ``step()`` has fixed and that a group's tiles still await."""
 
     segments: tuple[UpdateSegment, ...]
-    grad_scale: float
 
 
 class SlotState:
@@ -81,9 +80,15 @@ class SlotState:
         self.resident_class: type[nn.Parameter] = type(parameter)
         self.away = placeholder(slot.shape, group.layout.dtype, group.device)
         self.step = 0
+        self.hyper_of: HyperOf | None = None
+        """Of the newest optimizer that has the parameter."""
+        self.state_of: HyperOf | None = None
+        """Of the optimizer whose moments are in the tiers; None: of none yet, or of the next that steps."""
         self.has_grad = False
         self.sum_of_squares = 0.0
-        """Of this rank's fragment of the gradient, unscaled."""
+        """Of this rank's fragment of the gradient as it is stored."""
+        self.clip_factor = 1.0
+        """What clipping multiplies the stored gradient with."""
 
     @property
     def name(self) -> str:
@@ -143,6 +148,7 @@ class SlotState:
     def drop_gradient(self) -> None:
         self.has_grad = False
         self.sum_of_squares = 0.0
+        self.clip_factor = 1.0
 
     def set_requires_grad(self, wanted: bool) -> None:
         if wanted and not self.group.layout.trainable:

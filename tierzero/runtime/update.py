@@ -166,14 +166,15 @@ class Updater:
         numel = tile.span.numel
         weight = tile.weight.tensor(group.layout.dtype, numel)
         optimizer, skip = {}, 0
-        for segment in group.fmt.optimizer:
-            optimizer[segment.name] = tile.optimizer.tensor(segment.dtype, numel, skip)
-            skip += numel * segment.itemsize
+        for part in group.fmt.optimizer:
+            optimizer[part.name] = tile.optimizer.tensor(part.dtype, numel, skip)
+            skip += numel * part.itemsize
         gradient = tile.gradient.tensor(group.grad_dtype, numel).to(weight.device)
         for start, stop, index in segments:
-            parts = {name: part[start:stop] for name, part in optimizer.items()}
+            parts = {name: values[start:stop] for name, values in optimizer.items()}
+            segment = spec.segments[index]
             update_reference(
-                group.fmt, weight[start:stop], parts, gradient[start:stop], spec.segments[index].hyper, spec.grad_scale
+                group.fmt, weight[start:stop], parts, gradient[start:stop], segment.hyper, segment.grad_scale
             )
         self.updated += sum(stop - start for start, stop, _ in segments)
         if destination is not None:
@@ -243,5 +244,5 @@ def _run_kernel(group: GroupState, opened: OpenTile, spec: UpdateSpec, segments:
             parts,
             opened.gradient[start:stop],
             spec.segments[index].hyper,
-            spec.grad_scale,
+            spec.segments[index].grad_scale,
         )
