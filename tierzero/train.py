@@ -73,8 +73,10 @@ def train(job: Job) -> float | None:
     with StopSignals(quiet=not job.ranks.first) as stop:
         model: GPT | None = None
         try:
-            model = _build(job.config)
-            validation = Run(job, model, device, stop).whole()
+            with stop.at_once():
+                model = _build(job.config)
+                run = Run(job, model, device, stop)
+            validation = run.whole()
         except Exception:
             # Another rank that stopped closes its connections: what that breaks here is the stop, not a failure.
             stop.check()
@@ -91,7 +93,8 @@ def train(job: Job) -> float | None:
 def _build(config: Config) -> GPT:
     section = config.model
     torch.manual_seed(config.train.seed)
-    with tz.empty_init():
+    # On the meta device from the start: a weight larger than the address space that is free is for the plan to refuse.
+    with torch.device("meta"), tz.empty_init():
         model = GPT(
             section.dim,
             section.layers,
@@ -143,6 +146,8 @@ class Run:
             raise ConfigError(f"--resume: {error}") from error
         if not isinstance(extra.get("step"), int):
             raise ConfigError(f"--resume: {folder} does not say at which step it was written; give one of this command")
+        if self.scaler is not None and "scaler" in extra:
+            self.scaler.load_state_dict(extra["scaler"])
         return int(extra["step"])
 
     def whole(self) -> float | None:
@@ -216,7 +221,10 @@ class Run:
         if section.dir is None or not section.every or step % section.every:
             return
         folder = checkpoints.folder_of(section.dir, step)
-        tz.save_checkpoint(self.model, self.optimizer, folder, extra={"step": step, "config": self.config.to_dict()})
+        extra: dict[str, Any] = {"step": step, "config": self.config.to_dict()}
+        if self.scaler is not None:
+            extra["scaler"] = self.scaler.state_dict()
+        tz.save_checkpoint(self.model, self.optimizer, folder, extra=extra)
         if self.job.ranks.first:
             checkpoints.keep_newest(section.dir, section.keep)
             progress.note(f"step {step}/{self.config.train.steps}  checkpoint {folder}")

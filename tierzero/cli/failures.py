@@ -39,8 +39,7 @@ def reported(same_everywhere: bool = False) -> Iterator[None]:
     except TierZeroError as error:
         _fail(str(error), error, same_everywhere)
     except Exception as error:
-        about = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        _fail(f"{about} (set {_TRACEBACK}=1 for the traceback)", error, False)
+        _fail(f"{_about(error)} (set {_TRACEBACK}=1 for the traceback)", error, False)
     finally:
         warnings.showwarning = shown
 
@@ -61,6 +60,14 @@ def usage_errors() -> Iterator[None]:
             where = getattr(getattr(error, "ctx", None), "command_path", "tierzero")
             print(f"tierzero: error: {message} (see {where} --help)", file=sys.stderr)
         _exit(2)
+
+
+def _about(error: Exception) -> str:
+    """The error in words. A broken connection is only what another rank's failure looks like from here."""
+    text = str(error)
+    if "RANK" in os.environ and any(sign in text for sign in ("gloo", "Connection closed by peer", "remote process")):
+        return "lost contact with another rank, which has ended; its own message says why"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def exit_code(error: BaseException) -> int:

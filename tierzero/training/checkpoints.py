@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
+from ..checkpoint.manifest import read_manifest, standing_folder
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 
@@ -51,15 +53,32 @@ def check_directory(config: Config) -> None:
 def to_resume(config: Config, wanted: str | None) -> Path | None:
     """The checkpoint to go on from: a path as it is, ``auto`` the newest in ``checkpoint.dir``. None: start afresh.
 
-    Raises ConfigError.
+    Raises ConfigError for what is no checkpoint.
     """
     if wanted is None:
         return None
     if wanted == "auto":
-        if config.checkpoint.dir is None:
-            raise ConfigError("--resume auto: set checkpoint.dir, the folder to look for checkpoints in")
-        return max(all_in(config.checkpoint.dir), key=_step_of, default=None)
+        return _newest(config.checkpoint.dir)
     path = Path(wanted).expanduser()
-    if not path.is_dir():
-        raise ConfigError(f"--resume {wanted}: no such checkpoint folder; give one, or auto for the newest")
+    try:
+        read_manifest(standing_folder(path))
+    except CheckpointError as error:
+        raise ConfigError(f"--resume {wanted}: {error}; give a checkpoint folder, or auto for the newest") from None
     return path
+
+
+def _newest(directory: Path | None) -> Path | None:
+    """The newest checkpoint whose manifest can be read; damaged ones are passed over with a warning."""
+    if directory is None:
+        raise ConfigError("--resume auto: set checkpoint.dir, the folder to look for checkpoints in")
+    found = all_in(directory)
+    for path in reversed(found):
+        try:
+            read_manifest(path)
+        except CheckpointError as error:
+            warnings.warn(f"--resume auto: passing over a damaged checkpoint: {error}", stacklevel=2)
+        else:
+            return path
+    if found:
+        raise ConfigError(f"--resume auto: none of the {len(found)} checkpoints in {directory} can be read; move them")
+    return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -22,7 +24,10 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """While active, SIGINT and SIGTERM ask for a stop: the first at the next :meth:`check`, a second one at once."""
+    """While active, SIGINT and SIGTERM ask for a stop: the first at the next :meth:`check`, a second one at once.
+
+    Inside :meth:`at_once` the first one acts at once too.
+    """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,6 +35,7 @@ class StopSignals:
         self.requested: int | None = None
         self._quiet = quiet
         self._closing = False
+        self._at_once = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -48,6 +54,15 @@ class StopSignals:
         if self.requested is not None and not self._closing:
             raise Stopped(self.requested)
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """For work that may take long and leaves nothing half done that matters."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
     def closing(self) -> None:
         """From here on signals are only remembered: what is being cleaned up is not interrupted."""
         self._closing = True
@@ -60,4 +75,7 @@ class StopSignals:
         self.requested = signum
         if not self._quiet:
             name = signal.Signals(signum).name
-            print(f"\ntierzero: {name}: stopping (again to stop at once)", file=sys.stderr, flush=True)
+            hint = "" if self._at_once else " (again to stop at once)"
+            print(f"\ntierzero: {name}: stopping{hint}", file=sys.stderr, flush=True)
+        if self._at_once:
+            raise Stopped(signum)
