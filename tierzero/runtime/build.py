@@ -68,7 +68,7 @@ def build_runtime(
     convert = _conversion(model, config)
     drafts = _draft_groups(specs, convert, config, parts)
     plan = _plan(specs, drafts, config, world, device)
-    machinery = _assemble(plan, config, world, device, specs, poison)
+    machinery = _assemble(plan, config, world, device, specs, convert, poison)
     try:
         unit_states = _declare(specs, drafts, plan, machinery.store, part, device)
         machinery.store.open()
@@ -189,7 +189,13 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
 
 
 def _assemble(
-    plan: MemoryPlan, config: Config, world: World, device: Device, specs: list[UnitSpec], poison: bool
+    plan: MemoryPlan,
+    config: Config,
+    world: World,
+    device: Device,
+    specs: list[UnitSpec],
+    convert: torch.dtype | None,
+    poison: bool,
 ) -> Machinery:
     engine = IoEngine(config.io.queue_depth, compute_threads=_cores(world))
     pools = {
@@ -208,7 +214,6 @@ def _assemble(
         nvme_limit=config.tiers.nvme_limit,
         verify=config.io.verify,
     )
-    convert = _DTYPES[config.train.precision]
     collectives = Collectives(world, [spec.title for spec in specs], device.is_host) if world.size > 1 else None
     input_dtype = convert if convert is not torch.float32 else None
     return Machinery(world, device, plan, engine, store, pools, collectives, config.optimizer.overlap, input_dtype)
