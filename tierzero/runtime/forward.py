@@ -141,11 +141,12 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
     gathered copy is lost with it.
     """
     gathered = runtime.pager.demand(unit)
-    unit.active += 1
     lent: list[_Lent] = []
+    around = unit.active
     try:
-        if unit.active == 1:
-            _make_resident(unit, gathered, lent)
+        unit.active = around + 1
+        if around == 0:
+            _make_resident(runtime, unit, gathered, lent)
         if torch.is_grad_enabled():
             with runtime.saved_weights.active():
                 yield
@@ -153,11 +154,9 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
             yield
         _refuse_changes(runtime, unit, lent)
     finally:
-        unit.active -= 1
-        if unit.active == 0:
-            for slot in unit.all_slots():
-                if slot not in runtime.held_open:
-                    slot.put_away()
+        unit.active = around
+        if around == 0:
+            _put_away(runtime, unit)
 
 
 @dataclass(frozen=True)
@@ -170,13 +169,24 @@ class _Lent:
 
 
 @torch.inference_mode(False)
-def _make_resident(unit: UnitState, gathered: list[Gathered], lent: list[_Lent]) -> None:
+def _make_resident(runtime: Runtime, unit: UnitState, gathered: list[Gathered], lent: list[_Lent]) -> None:
     for group, whole in zip(unit.groups, gathered, strict=True):
         for slot in group.slots:
-            if slot.is_away:  # not one that tierzero.gathered holds open
+            if slot not in runtime.held_open:
                 values = whole.parameter_values(slot.slot)
                 slot.make_resident(values)
                 lent.append(_Lent(slot, values.data_ptr(), slot.parameter._version))
+
+
+def _put_away(runtime: Runtime, unit: UnitState) -> None:
+    slots = [slot for slot in unit.all_slots() if slot not in runtime.held_open]
+    try:
+        for slot in slots:
+            slot.put_away()
+    except BaseException:  # an interrupt: none may be left over memory that is used again
+        for slot in slots:
+            slot.put_away()
+        raise
 
 
 def _refuse_changes(runtime: Runtime, unit: UnitState, lent: list[_Lent]) -> None:

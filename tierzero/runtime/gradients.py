@@ -62,6 +62,7 @@ class Gradients:
         stalls: Stalls,
     ) -> None:
         self._units = units
+        self._engine = engine
         self._device = device
         self._collectives = collectives
         self._pool = buckets
@@ -238,9 +239,10 @@ class Gradients:
         buckets, state.buckets = list(state.buckets.values()), {}
         future: Future[None] | None = None
         if buckets:
-            work = [(bucket, self._note_arrivals(bucket)) for bucket in buckets]
-            future = self._home.send(unit, work)
-            self._in_flight[unit.index] = future
+            with self._engine.whole():
+                work = [(bucket, self._note_arrivals(bucket)) for bucket in buckets]
+                future = self._home.send(unit, work)
+                self._in_flight[unit.index] = future
         self.on_unit_complete(unit, future)
 
     def _note_arrivals(self, bucket: Bucket) -> list[Arrival]:
@@ -254,10 +256,15 @@ class Gradients:
     # Waiting and dropping.
 
     def _settle(self, unit: int) -> None:
-        future = self._in_flight.pop(unit, None)
-        if future is not None:
+        future = self._in_flight.get(unit)
+        if future is None:
+            return
+        try:
             with self._stalls.waiting("gather" if self._collectives is not None else "nvme_write"):
                 future.result()
+        finally:
+            if future.done():  # else an interrupt: it is still on its way
+                self._in_flight.pop(unit, None)
 
     def finish(self) -> None:
         """Waits until every gradient is at home; raises the first failure."""

@@ -157,11 +157,16 @@ class Pager:
             return False
         after = self._device.now()
         fetch = Fetch([], [])
-        for group, buffer in zip(unit.groups, buffers, strict=True):
-            gathered = self._gathered(group, buffer)
-            fetch.gathered.append(gathered)
-            fetch.done.append(self._bring(group, gathered, after, priority))
-        record.state, record.fetch = Paging.COMING, fetch
+        with self._engine.whole():
+            record.state, record.fetch = Paging.COMING, fetch
+            try:
+                for group, buffer in zip(unit.groups, buffers, strict=True):
+                    gathered = self._gathered(group, buffer)
+                    fetch.gathered.append(gathered)
+                    fetch.done.append(self._bring(group, gathered, after, priority))
+            except Exception:
+                self._abandon(record, fetch)
+                raise
         return True
 
     def _gathered(self, group: GroupState, buffer: Buffer | None) -> Gathered:
@@ -216,9 +221,9 @@ class Pager:
             raise
         for event in events:
             self._device.wait(event)
-        record.state, record.fetch, record.gathered, record.events = Paging.HERE, None, fetch.gathered, events
         for gathered in fetch.gathered:
             self._by_storage[gathered.flat.untyped_storage().data_ptr()] = gathered
+        record.state, record.fetch, record.gathered, record.events = Paging.HERE, None, fetch.gathered, events
 
     def _abandon(self, record: _Record, fetch: Fetch) -> None:
         """After a failed fetch: its buffers go back once nothing can write into them any more."""
@@ -291,8 +296,9 @@ class Pager:
 
     def _drop(self, index: int) -> None:
         record = self._records[index]
-        for gathered in record.gathered:
-            self._by_storage.pop(gathered.flat.untyped_storage().data_ptr(), None)
-            if gathered.buffer is not None:
-                self._arena.release(gathered.buffer)
-        record.state, record.gathered, record.events = Paging.AWAY, [], []
+        with self._engine.whole():
+            for gathered in record.gathered:
+                self._by_storage.pop(gathered.flat.untyped_storage().data_ptr(), None)
+                if gathered.buffer is not None:
+                    self._arena.release(gathered.buffer)
+            record.state, record.gathered, record.events = Paging.AWAY, [], []

@@ -8,7 +8,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -212,15 +212,16 @@ class Runtime:
 
     def _fix_updates(self, stepped: Stepped) -> None:
         self._moments.take_over(stepped)
-        fixed = fixed_updates(stepped, self.loss_scale)
-        late = [group for group, _ in fixed if group.pending is not None]
+        groups = dict.fromkeys(slot.group for slot, _ in stepped)
+        late = [group for group in groups if group.pending is not None]
         if late:
             self._apply(late)
-        for unit in {group.unit.index: group.unit for group, _ in fixed}.values():
+        for unit in {group.unit.index: group.unit for group in groups}.values():
             self.pager.forget(unit)
-        for group, spec in fixed:
-            group.version += 1
-            group.pending = spec
+        with self.engine.whole():
+            for group, spec in fixed_updates(stepped, self.loss_scale):
+                group.version += 1
+                group.pending = spec
 
     def _start_afresh(self, slots: list[SlotState]) -> None:
         self.flush()
@@ -241,10 +242,11 @@ class Runtime:
     def _apply(self, groups: Iterable[GroupState]) -> None:
         """Applies pending updates now, without gathering; waits for the updates, not for their write-back."""
         futures: list[Future[Any]] = []
-        for group in groups:
-            spec, group.pending = group.pending, None
-            if spec is not None:
-                futures.append(self.engine.submit(self.updater.bring(group, spec, None, Priority.DEMAND)))
+        with self.engine.whole():
+            for group in groups:
+                spec, group.pending = group.pending, None
+                if spec is not None:
+                    futures.append(self.engine.submit(self.updater.bring(group, spec, None, Priority.DEMAND)))
         with self.stalls.waiting("optimizer"):
             _wait_all(futures)
 
@@ -271,12 +273,13 @@ class Runtime:
         ):
             return
         self._fix_updates([(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None])
-        self._updated_in_backward.add(unit.index)
-        for group in unit.groups:
-            spec, group.pending = group.pending, None
-            if spec is not None:
-                update = self._update_after(reduced, group, spec)
-                group.updating = self.engine.submit(self.updater.whole_or_failed(update))
+        with self.engine.whole():
+            self._updated_in_backward.add(unit.index)
+            for group in unit.groups:
+                spec, group.pending = group.pending, None
+                if spec is not None:
+                    update = self._update_after(reduced, group, spec)
+                    group.updating = self.engine.submit(self.updater.whole_or_failed(update))
 
     async def _update_after(self, reduced: Future[None] | None, group: GroupState, spec: UpdateSpec) -> None:
         if reduced is not None:
@@ -364,8 +367,15 @@ class Runtime:
 
 
 def _wait_all(futures: Iterable[Future[Any]]) -> None:
-    """Waits for every one, then raises the first failure: nothing may go on in the background behind an error."""
-    failures = [error for error in [future.exception() for future in futures] if error is not None]
+    """Waits for every one, then raises the first failure: nothing may go on in the background behind an error or an
+    interrupt.
+    """
+    futures = list(futures)
+    try:
+        failures = [error for error in [future.exception() for future in futures] if error is not None]
+    except BaseException:
+        wait(futures)
+        raise
     if failures:
         raise failures[0]
 

@@ -99,19 +99,23 @@ class SlotState:
         return self.group.unit.runtime
 
     def put_away(self) -> None:
-        """Takes the values from the parameter object; from now on reading them pages in."""
+        """Takes the values from the parameter object; from now on reading them pages in. The class goes first and comes
+        back last, so that an interrupt between the two leaves a parameter that is away.
+        """
+        self.parameter.__class__ = PagedParameter
         with torch._C.DisableTorchFunctionSubclass():
             if self.parameter.is_meta:
                 empty = nn.Parameter(self.away, requires_grad=self.parameter.requires_grad)
                 torch.utils.swap_tensors(self.parameter, empty)
             else:
                 self.parameter.data = self.away
-        self.parameter.__class__ = PagedParameter
+        self.parameter.__class__ = PagedParameter  # swapping exchanges the classes too
 
     def make_resident(self, values: torch.Tensor) -> None:
         """Lets the parameter be an ordinary one over ``values`` (true shape and dtype)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.parameter.data = values
         self.parameter.__class__ = self.resident_class
-        self.parameter.data = values
 
     @property
     def is_away(self) -> bool:

@@ -14,13 +14,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tierzero.errors import TierError
 from tierzero.tiers.executor import Priority, PriorityExecutor, Request
 from tierzero.tiers.faults import first_cause, no_progress, transfer_error
+from tierzero.tiers.interrupts import held_back
 from tierzero.tiers.memory import PAGE
 from tierzero.tiers.striped_file import Piece, StripedFile
 from tierzero.tiers.transfer import Fault, Traffic, read_some, write_some
@@ -46,7 +47,7 @@ class IoEngine:
         self.queue_depth = queue_depth
         self.fault = fault
         self.failure: BaseException | None = None
-        """The first failure of a task that was started with `spawn`."""
+        """The first failure of a task that was started with `spawn`, or the first interrupt of a `whole` section."""
         self._reads = Traffic()
         self._writes = Traffic()
         self._lock = threading.Lock()
@@ -145,6 +146,27 @@ class IoEngine:
         """Raises the first background failure, if there was one."""
         if self.failure is not None:
             raise self.failure
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around a section that must not be left half done: Ctrl-C is held back, and after any other interrupt in it
+        `check` raises. Not for sections that wait.
+        """
+        finished = False
+        try:
+            with held_back():
+                yield
+                finished = True
+        except Exception:
+            raise
+        except BaseException as error:
+            if finished:
+                raise
+            self.failure = self.failure or TierError(
+                f"{type(error).__name__} while state was changing hands: what is in the tiers cannot be relied upon; "
+                "go on from a checkpoint"
+            )
+            raise
 
     async def call(self, fn: Callable[..., T], *args: Any) -> T:
         """Runs ``fn`` on a compute thread. Cancelled, it still waits for a call that has begun: it may hold memory."""
