@@ -109,15 +109,16 @@ class IoEngine:
             raise RuntimeError("IoEngine.run would block the event loop that it waits for; await the coroutine instead")
         tasks: list[asyncio.Task[Any]] = []
         outer = _noting_task(coro, tasks)
+        future: concurrent.futures.Future[T] | None = None
         try:
-            future = self.submit(outer)
-        except BaseException:
-            coro.close()
-            raise
-        try:
+            # An interrupt between the start of the coroutine and the wait for it would leave it running.
+            with held_back():
+                future = self.submit(outer)
             return future.result()
         except BaseException:
-            if not future.done():
+            if future is None:
+                coro.close()
+            elif not future.done():
                 self._loop.call_soon_threadsafe(_cancel_noted, self._loop, tasks)
                 concurrent.futures.wait([future])
             raise
