@@ -69,6 +69,7 @@ def build_runtime(
     drafts = _draft_groups(specs, convert, config, parts)
     plan = _plan(specs, drafts, config, world, device)
     machinery = _assemble(plan, config, world, device, specs, convert, poison)
+    runtime: Runtime | None = None
     try:
         unit_states = _declare(specs, drafts, plan, machinery.store, part, device)
         machinery.store.open()
@@ -77,6 +78,8 @@ def build_runtime(
             unit.runtime = runtime
         _fill(runtime, model, init)
     except BaseException:
+        if runtime is not None:
+            runtime.close()
         machinery.engine.close()
         machinery.store.close()
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -361,7 +362,7 @@ class Runtime:
         """A model that is dropped without `close` gives its memory and files back too. In a thread of its own: the last
         reference may go on any thread, the engine's included.
         """
-        if not getattr(self, "_closed", True):
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError):  # no new thread while the interpreter exits
                 threading.Thread(target=self.close, daemon=True).start()
 
