@@ -87,6 +87,14 @@ def test_the_bytes_that_a_refusal_names_are_enough(tier: str) -> None:
         plan_memory(shape, request, replace(ROOMY, **{tier: 4096 + refused.value.missing - 1}))
 
 
+def test_budgets_beyond_the_machine_are_refused() -> None:
+    shape = shape_of([1 << 20] * 8)
+    small = replace(ROOMY, host=1 << 40, device=1 << 40, available=64 << 20)
+    with pytest.raises(BudgetError, match="memory that this machine has free") as refused:
+        plan_memory(shape, AUTO, small)
+    plan_memory(shape, AUTO, replace(small, available=small.available + refused.value.missing))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     numels=st.lists(st.integers(1, 1 << 21), min_size=1, max_size=6),

@@ -155,3 +155,14 @@ def _check_fits(shape: ModelShape, plan: MemoryPlan, budgets: Budgets) -> None:
                 "place more on another tier",
                 needed - limit,
             )
+    needed = plan.host + (plan.device if budgets.device_is_host else 0)
+    if needed > budgets.available:
+        tiers = (
+            "tiers.host and tiers.device (host memory too, without a GPU)" if budgets.device_is_host else "tiers.host"
+        )
+        raise BudgetError(
+            f"{tiers} allow {needed:,} bytes to be used, {needed - budgets.available:,} more than the "
+            f"{budgets.available:,} bytes of memory that this machine has free for a rank; lower them or place more on "
+            "another tier",
+            needed - budgets.available,
+        )

@@ -43,7 +43,10 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Budgets:
-    """What the user allows per rank. None: as much as the plan needs, up to ``free`` bytes of that memory."""
+    """What the user allows per rank. None: as much as the plan needs, up to ``free`` bytes of that memory.
+
+    ``available`` is what this rank can have of the machine's memory at all, whatever the budgets say.
+    """
 
     device: int | None
     host: int | None
@@ -51,6 +54,7 @@ class Budgets:
     host_free: int
     device_is_host: bool
     nvme: bool
+    available: int = 1 << 62
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,8 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
         keep_gathered=not config.sharding.reshard_after_forward,
         reduced=world.size > 1,
     )
-    host_free = int(psutil.virtual_memory().available * _FREE_SHARE) // world.local_size
+    available = int(psutil.virtual_memory().available) // world.local_size
+    host_free = int(available * _FREE_SHARE)
     device_free = host_free
     if not device.is_host:
         device_free = (
@@ -187,6 +188,7 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
         host_free,
         device.is_host,
         bool(tiers.nvme),
+        available,
     )
     return plan_memory(shape, request, budgets)
 
