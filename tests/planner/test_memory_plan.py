@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from tierzero.errors import BudgetError, ConfigError
 from tierzero.optim.formats import state_format
+from tierzero.planner import memory_plan
 from tierzero.planner.memory_plan import plan_memory
+from tierzero.planner.placement import place
 from tierzero.planner.shape import Budgets, GroupShape, ModelShape, PlanRequest
 from tierzero.sharding.layout import flat_layout
 from tierzero.tiers import Tier
@@ -115,3 +117,28 @@ def test_a_plan_never_exceeds_its_budgets(numels: list[int], parts: int, device:
     assert device is None or plan.device <= device
     assert host is None or plan.host <= host
     assert plan.bucket_limit >= plan.buckets
+
+
+@pytest.mark.parametrize("params", ["auto", {"nvme": 1.0}])
+@pytest.mark.parametrize("device", [1 << 20, None])
+def test_a_model_far_too_large_is_refused_without_placing_it_again_and_again(
+    params: str | dict[str, float], device: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = []
+
+    def counting(*args: object) -> object:
+        placed.append(args)
+        return place(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memory_plan, "place", counting)
+    budgets = Budgets(device, 1 << 20, 1 << 20, 1 << 20, device_is_host=True, nvme=True)
+    with pytest.raises(BudgetError, match="short of the"):
+        plan_memory(shape_of([1 << 33] * 4), replace(AUTO, params=params), budgets)
+    assert {args[3] for args in placed} == {memory_plan.DEFAULT_TILE}
+
+
+def test_a_model_beyond_all_tiers_is_refused_before_a_tile_of_it_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "place", lambda *args: pytest.fail("placed"))
+    budgets = replace(ROOMY, nvme_free=MANY)
+    with pytest.raises(BudgetError, match=r"training state, .* does not fit in tiers.device .*, tiers.host .* short"):
+        plan_memory(shape_of([1 << 40] * 4), AUTO, budgets)

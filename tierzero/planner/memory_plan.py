@@ -27,6 +27,8 @@ DEFAULT_TILE = 2 * 1024 * 1024
 """Elements. 28 MB of bf16 training state with its gradient: long enough for the drive, short enough to pipeline."""
 SMALLEST_TILE = 64 * 1024
 DEFAULT_PREFETCH = 2
+MANY_TILES = 1 << 20
+"""From here on placing them one by one takes minutes: whether all tiers together hold them is looked at first."""
 
 
 def plan_memory(shape: ModelShape, request: PlanRequest, budgets: Budgets) -> MemoryPlan:
@@ -36,15 +38,32 @@ def plan_memory(shape: ModelShape, request: PlanRequest, budgets: Budgets) -> Me
     key, when a budget is too small.
     """
     _check_request(request, budgets)
+    _check_total(shape, request, budgets)
     best: BudgetError | None = None
     for tile in _tile_sizes(shape, request):
         for prefetch in _prefetch_depths(request):
+            plan = _plan(shape, request, budgets, tile, prefetch)
             try:
-                return _plan(shape, request, budgets, tile, prefetch)
+                _check_fits(shape, plan, budgets)
+                return plan
             except BudgetError as error:
                 best = error if best is None or error.missing < best.missing else best
+        if not _tiles_matter(shape, request, budgets, plan):
+            break
     assert best is not None
     raise best
+
+
+def _tiles_matter(shape: ModelShape, request: PlanRequest, budgets: Budgets, plan: MemoryPlan) -> bool:
+    """Whether smaller tiles than those of ``plan`` could fit. A huge model has very many of them to place: it is
+    refused at once where its gathered units alone are too large.
+    """
+    device = budgets.device_free if budgets.device is None else budgets.device
+    host = budgets.host_free if budgets.host is None else budgets.host
+    if isinstance(request.params, Mapping) and request.params.get("nvme") == 1:
+        return plan.arena <= device
+    # Weights are gathered, or the device computes from where they lie.
+    return max(group.weight_bytes(group.layout.numel) for group in shape.groups) <= max(device, host)
 
 
 def _check_request(request: PlanRequest, budgets: Budgets) -> None:
@@ -57,6 +76,25 @@ def _check_request(request: PlanRequest, budgets: Budgets) -> None:
     weights_too = isinstance(params, Mapping) and params.get("device", 0) == 1
     if on_device and not weights_too and not budgets.device_is_host:
         raise ConfigError("placement.optimizer: 'device' needs placement.params = 'device' as well, on a GPU")
+
+
+def _check_total(shape: ModelShape, request: PlanRequest, budgets: Budgets) -> None:
+    groups = shape.groups
+    if sum(group.layout.shard_numel for group in groups) // _tile_sizes(shape, request)[0] < MANY_TILES:
+        return
+    sizes = (GroupShape.weight_bytes, GroupShape.optimizer_bytes, GroupShape.gradient_bytes)
+    total = sum(size(group, group.layout.shard_numel) for size in sizes for group in groups)
+    device = budgets.device_free if budgets.device is None else budgets.device
+    host = budgets.host_free if budgets.host is None else budgets.host
+    nvme = budgets.nvme_free if budgets.nvme else 0
+    missing = total - device - host - nvme
+    if missing > 0:
+        raise BudgetError(
+            f"the model's training state, {total:,} bytes per rank, does not fit in tiers.device ({device:,} bytes), "
+            f"tiers.host ({host:,}) and tiers.nvme ({nvme:,}) together: {missing:,} bytes short; use a smaller model, "
+            "more ranks or larger tiers",
+            missing,
+        )
 
 
 def _tile_sizes(shape: ModelShape, request: PlanRequest) -> list[int]:
@@ -98,7 +136,7 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
     left = (budgets.device_free if budgets.device is None else budgets.device) - totals[Tier.DEVICE] - arena
     limit = max(buckets, min(left, all_gradient_bytes(shape))) if buckets else 0
     most = staging_bytes(budgets, totals[Tier.HOST], staging_tile, tile_count(homes)) if staged else 0
-    plan = MemoryPlan(
+    return MemoryPlan(
         tile,
         prefetch,
         homes,
@@ -112,8 +150,6 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
         limit,
         in_place,
     )
-    _check_fits(shape, plan, budgets)
-    return plan
 
 
 def _room(budget: int | None, free: int, reserved: int) -> int:

@@ -45,7 +45,8 @@ class ModelShape:
 class Budgets:
     """What the user allows per rank. None: as much as the plan needs, up to ``free`` bytes of that memory.
 
-    ``available`` is what this rank can have of the machine's memory at all, whatever the budgets say.
+    ``available`` is what this rank can have of the machine's memory at all, whatever the budgets say; ``nvme_free``
+    what the nvme paths can take at most.
     """
 
     device: int | None
@@ -55,6 +56,7 @@ class Budgets:
     device_is_host: bool
     nvme: bool
     available: int = 1 << 62
+    nvme_free: int = 1 << 62
 
 
 @dataclass(frozen=True)

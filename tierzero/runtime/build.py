@@ -30,7 +30,7 @@ from tierzero.runtime.zeroing import install_zero_grad
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.sharding.layout import FlatLayout, flat_layout
 from tierzero.sharding.units import UnitChoice, UnitSpec, find_units
-from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore
+from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore, free_bytes
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FREE_SHARE = 0.8
@@ -189,8 +189,15 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
         device.is_host,
         bool(tiers.nvme),
         available,
+        _nvme_free(config),
     )
     return plan_memory(shape, request, budgets)
+
+
+def _nvme_free(config: Config) -> int:
+    """Whether a path can be used at all is checked when the store opens it."""
+    free = sum(free_bytes(Path(path)) for path in config.tiers.nvme if Path(path).is_dir())
+    return free if config.tiers.nvme_limit is None else min(free, config.tiers.nvme_limit)
 
 
 def _assemble(
