@@ -20,7 +20,7 @@ from tierzero.planner.buffers import (
     tile_count,
 )
 from tierzero.planner.placement import is_in_place, place, totals_by_tier
-from tierzero.planner.shape import Budgets, MemoryPlan, ModelShape, PlanRequest
+from tierzero.planner.shape import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest
 from tierzero.tiers import Tier
 
 DEFAULT_TILE = 2 * 1024 * 1024
