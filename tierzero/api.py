@@ -52,6 +52,9 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None
     On several ranks every rank must enter with the same parameters and make the same changes. The full values are
     copies in memory that no budget counts: enter with a few parameters at a time. Elements that are not changed keep
     their master weights to the last bit.
+
+    This is the place to change weights by hand. A forward that changes its own is refused; what it writes through a
+    parameter's ``.data`` goes unnoticed, and is lost unless the weights lie in memory.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     slots = list(dict.fromkeys(_slot(parameter) for parameter in tensors))
