@@ -157,6 +157,7 @@ class Run:
         metrics = MetricsFile(path, resumed=self.start) if path is not None else None
         if first:
             self._greet()
+            self._set_aside()
         progress = open_progress(train.steps, self.start, self.config.log.every) if first else Silent()
         validation = None
         try:
@@ -218,7 +219,8 @@ class Run:
 
     def _checkpoint(self, step: int, progress: Progress) -> None:
         section = self.config.checkpoint
-        if section.dir is None or not section.every or step % section.every:
+        due = step == self.config.train.steps or (section.every and step % section.every == 0)
+        if section.dir is None or not due:
             return
         folder = checkpoints.folder_of(section.dir, step)
         extra: dict[str, Any] = {"step": step, "config": self.config.to_dict()}
@@ -228,6 +230,12 @@ class Run:
         if self.job.ranks.first:
             checkpoints.keep_newest(section.dir, section.keep)
             progress.note(f"step {step}/{self.config.train.steps}  checkpoint {folder}")
+
+    def _set_aside(self) -> None:
+        directory = self.config.checkpoint.dir
+        aside = checkpoints.set_aside_later(directory, self.start) if directory is not None else None
+        if aside is not None:
+            print(f"note     checkpoints of later steps, from before this run, were moved to {aside}", flush=True)
 
     @torch.no_grad()
     def validate(self) -> float | None:
@@ -251,6 +259,10 @@ class Run:
     def _greet(self) -> None:
         own, train = self.job.ranks, self.config.train
         print(f"data     {self.job.data.description}")
+        if self.start and self.start >= train.steps:
+            done = f"{self.job.resume} is from step {self.start}, train.steps is {train.steps}"
+            print(f"training done already: {done}", flush=True)
+            return
         plan = f"steps {self.start + 1} to {train.steps}" if self.start else f"{train.steps} steps"
         split = f", {self.job.micro_steps} micro-batches" if self.job.micro_steps > 1 else ""
         over = f" on {own.world_size} ranks" if own.world_size > 1 else ""

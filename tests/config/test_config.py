@@ -72,7 +72,7 @@ def test_values_and_types_after_validation() -> None:
     assert config.checkpoint.async_ is False
     assert config.io.block_size == 8 * 2**20
     assert config.data.path == [str(Path.cwd() / "a.txt"), str(Path.cwd() / "b/*.txt")]
-    assert config.source == "dict"
+    assert config.source == "config"
 
 
 def test_defaults_are_complete() -> None:
@@ -127,7 +127,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"checkpoint": {"async_": False}}, ("checkpoint.async_", "checkpoint.async")),
     ({"log": {"timeline": True}}, ("log.timeline", "not available")),
     ({"model": {"dim": 64, "heads": 3}}, ("model.heads = 3", "model.dim = 64")),
-    ({"train": {"steps": -1, "seq_len": 0}}, ("train.steps = -1", "(and 1 more)")),
+    ({"train": {"steps": -1, "seq_len": 0}}, ("train.steps = -1", "(wrong as well: train.seq_len)")),
 ]
 
 
@@ -137,7 +137,7 @@ def test_a_mistake_is_one_line_that_says_what_and_where(values: dict[str, Any], 
         Config.from_dict(values)
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("dict: ")
+    assert message.startswith("config: ")
     for part in parts:
         assert part in message
 
@@ -283,3 +283,18 @@ def test_every_key_has_a_description() -> None:
     for line in reference().splitlines():
         if line.startswith("| `"):
             assert len(line.replace("\\|", "").split("|")[4].strip()) > 10, line
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("train.steps=many", r"^--set train\.steps=many: train\.steps = \"many\": must be a whole number"),
+        ("placement.params.host=2", r"^--set placement\.params\.host=2: placement\.params = .*must be .auto."),
+        ("sharding.units=[Block]", r"^--set sharding\.units=\[Block\]: not a TOML value; .*quotes"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path, assignment: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match=message):
+        Config.load(file).override(["train.seed=2", assignment])

@@ -1,9 +1,14 @@
-"""A model whose build fails leaves nothing behind that keeps the process from ending."""
+"""A model whose build fails: with its cause, and with nothing left behind that keeps the process from ending."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
+from torch import nn
+
+import tierzero as tz
 
 SCRIPT = """
 import torch.nn as nn, tierzero as tz
@@ -19,3 +24,10 @@ def test_the_process_ends_with_the_cause() -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert "ValueError: no values" in ended.stderr
+
+
+def test_a_rank_among_several_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each rank would train a copy of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(tz.ConfigError, match=r"one of 2 ranks.*init_process_group"):
+        tz.shard(nn.Linear(2, 2), tz.Config.from_dict({}))

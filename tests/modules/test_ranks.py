@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import tierzero as tz
 
 from ..support.cases import CASES
 from ..support.oracle import TIERS, Case, assert_bits, assert_close, config, train_plain, train_sharded
@@ -49,3 +54,17 @@ def train_as_rank(rank: int, size: int, name: str, tiers: tuple[str, ...], nvme:
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_agree_with_one_process(name: str, tmp_path: Path, two_ranks: RankPool) -> None:
     two_ranks.run(train_as_rank, name, TIERS, str(tmp_path))
+
+
+def overflow_only_in_the_sum(rank: int, size: int, nvme: str) -> None:
+    """Each rank's fp16 gradients are 40,000, and so is their mean; their sum is beyond the type."""
+    model = tz.shard(nn.Linear(8, 8, bias=False), config(Path(nvme), train={"precision": "fp16"}))
+    try:
+        (model(torch.ones(1, 8)).sum() * 40_000).backward()
+        assert tz.clip_grad_norm_(model, math.inf).item() == 40_000 * 8
+    finally:
+        tz.close(model)
+
+
+def test_fp16_gradients_are_averaged_within_their_range(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(overflow_only_in_the_sum, str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from tierzero.errors import BudgetError, ConfigError
 from tierzero.optim.formats import state_format
 from tierzero.planner import memory_plan
+from tierzero.planner.floor import floor_plan
 from tierzero.planner.memory_plan import plan_memory
-from tierzero.planner.placement import place
 from tierzero.planner.shape import Budgets, GroupShape, ModelShape, PlanRequest
 from tierzero.sharding.layout import flat_layout
 from tierzero.tiers import Tier
@@ -119,26 +120,60 @@ def test_a_plan_never_exceeds_its_budgets(numels: list[int], parts: int, device:
     assert plan.bucket_limit >= plan.buckets
 
 
-@pytest.mark.parametrize("params", ["auto", {"nvme": 1.0}])
-@pytest.mark.parametrize("device", [1 << 20, None])
-def test_a_model_far_too_large_is_refused_without_placing_it_again_and_again(
-    params: str | dict[str, float], device: int | None, monkeypatch: pytest.MonkeyPatch
+SPLITS = (
+    "auto",
+    {"nvme": 1.0},
+    {"host": 1.0},
+    {"device": 1.0},
+    {"host": 0.3, "nvme": 0.7},
+    {"device": 0.5, "host": 0.5},
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    numels=st.lists(st.integers(1, 1 << 21), min_size=1, max_size=6),
+    parts=st.integers(1, 3),
+    splits=st.tuples(st.sampled_from(SPLITS), st.sampled_from(SPLITS), st.sampled_from(SPLITS)),
+    tile=st.sampled_from((1 << 16, 1 << 19)),
+    prefetch=st.integers(0, 2),
+    device_is_host=st.booleans(),
+)
+def test_the_floor_is_never_above_the_plan(
+    numels: list[int],
+    parts: int,
+    splits: tuple[Any, Any, Any],
+    tile: int,
+    prefetch: int,
+    device_is_host: bool,
 ) -> None:
-    placed = []
+    shape = shape_of(numels, parts)
+    budgets = replace(ROOMY, device_is_host=device_is_host)
+    request = PlanRequest(*splits, tile=tile, prefetch=prefetch, reduced=parts > 1)
+    try:
+        plan = plan_memory(shape, request, budgets)
+    except ConfigError:
+        return
+    floor = floor_plan(shape, request, budgets, tile, prefetch)
+    for part in ("device_state", "host_state", "nvme_state", "arena", "buckets", "staging", "device", "host"):
+        assert getattr(floor, part) <= getattr(plan, part), part
 
-    def counting(*args: object) -> object:
-        placed.append(args)
-        return place(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(memory_plan, "place", counting)
-    budgets = Budgets(device, 1 << 20, 1 << 20, 1 << 20, device_is_host=True, nvme=True)
-    with pytest.raises(BudgetError, match="short of the"):
-        plan_memory(shape_of([1 << 33] * 4), replace(AUTO, params=params), budgets)
-    assert {args[3] for args in placed} == {memory_plan.DEFAULT_TILE}
+@pytest.mark.parametrize("params", SPLITS)
+@pytest.mark.parametrize("device", [1 << 20, None])
+def test_a_model_far_too_large_is_refused_before_a_tile_of_it_is_placed(
+    params: Any, device: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "place", lambda *args: pytest.fail("placed"))
+    budgets = Budgets(device, 1 << 20, 1 << 20, 1 << 20, device_is_host=True, nvme=True, nvme_capacity=1 << 32)
+    for request in (replace(AUTO, params=params), PlanRequest(params, {"nvme": 1.0}, {"nvme": 1.0})):
+        with pytest.raises(BudgetError, match="short of the|nvme") as refused:
+            plan_memory(shape_of([1 << 33] * 4), request, budgets)
+        assert refused.value.missing > 0
 
 
 def test_a_model_beyond_all_tiers_is_refused_before_a_tile_of_it_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "place", lambda *args: pytest.fail("placed"))
-    budgets = replace(ROOMY, nvme_free=MANY)
+    budgets = replace(ROOMY, nvme_capacity=MANY)
     with pytest.raises(BudgetError, match=r"training state, .* does not fit in tiers.device .*, tiers.host .* short"):
         plan_memory(shape_of([1 << 40] * 4), AUTO, budgets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,33 @@ def test_ctrl_c_is_held_back_until_the_end() -> None:
         section()
     assert done == [1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handled_sigterm_is_held_back_too_and_both_handlers_are_put_back() -> None:
+    class Terminated(BaseException):
+        pass
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    done = []
+
+    def section() -> None:
+        with held_back():
+            os.kill(os.getpid(), signal.SIGTERM)
+            ctrl_c()
+            done.append(1)
+        done.append(2)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with pytest.raises(Terminated):
+            section()
+        assert done == [1]
+        assert signal.getsignal(signal.SIGTERM) is terminate
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_waiting_for_a_gradient_can_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,15 @@ def test_whole_job_and_resume(folder: Path) -> None:
     assert [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in metrics(folder)] == [
         (r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records[3:]
     ]
+    kept = sorted(str(path.relative_to(folder)) for path in (folder / "checkpoints").rglob("step-*"))
+    assert kept == [f"checkpoints/{name}" for name in ("earlier-1/step-00000006", "step-00000003", "step-00000006")]
+
+    ended = run(folder, "--resume", "auto", "--set", "checkpoint.every=4")
+    assert ended.returncode == 0, ended.stderr
+    assert "training done already" in ended.stdout
+    longer = run(folder, "--resume", "auto", "--steps", "7", "--set", "checkpoint.every=4")
+    assert longer.returncode == 0, longer.stderr
+    assert (folder / "checkpoints" / "step-00000007").is_dir()
 
 
 def test_two_ranks_follow_one(folder: Path) -> None:

@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tierzero.checkpoint.manifest import FORMAT, MANIFEST, write_json
 from tierzero.cli.failures import exit_code, reported, usage_errors
 from tierzero.config import Config
 from tierzero.errors import BudgetError, CheckpointError, ConfigError, TierError
-from tierzero.training.checkpoints import all_in, check_directory, folder_of, keep_newest, to_resume
+from tierzero.training.checkpoints import (
+    all_in,
+    check_directory,
+    folder_of,
+    keep_newest,
+    set_aside_later,
+    to_resume,
+)
 from tierzero.training.memory import peak_rss_bytes, rss_bytes
 from tierzero.training.metrics import Measured, MetricsFile, Record, check_writable, combine
 from tierzero.training.progress import Lines, describe
@@ -135,6 +143,32 @@ def test_checkpoints_are_kept_by_step_and_others_left_alone(tmp_path: Path) -> N
     keep_newest(tmp_path, 2)
     assert [path.name for path in all_in(tmp_path)] == ["step-00000100", "step-123456789"]
     assert {path.name for path in tmp_path.iterdir()} >= {".step-00000200.partial", "step-x", "notes"}
+
+
+def checkpoint_at(folder: Path, step: int) -> Path:
+    """As much of one as the search for checkpoints looks at."""
+    target = folder_of(folder, step)
+    target.mkdir(parents=True)
+    write_json(target / MANIFEST, {"format": FORMAT, "version": 1, "extra": {"step": step}})
+    return target
+
+
+def test_later_checkpoints_of_another_run_are_moved_not_overwritten(tmp_path: Path) -> None:
+    assert set_aside_later(tmp_path, 0) is None
+    for step in (4, 8, 12):
+        checkpoint_at(tmp_path, step)
+    assert set_aside_later(tmp_path, 12) is None
+    assert set_aside_later(tmp_path, 4) == tmp_path / "earlier-1"
+    assert [path.name for path in all_in(tmp_path / "earlier-1")] == ["step-00000008", "step-00000012"]
+    assert set_aside_later(tmp_path, 0) == tmp_path / "earlier-2"
+    assert all_in(tmp_path) == []
+
+
+def test_the_folder_above_the_checkpoints_names_the_newest(tmp_path: Path) -> None:
+    checkpoint_at(tmp_path, 4)
+    newest = checkpoint_at(tmp_path, 8)
+    with pytest.raises(ConfigError, match=f"did you mean {newest}"):
+        to_resume(Config.from_dict({}), str(tmp_path))
 
 
 def test_what_cannot_be_resumed(tmp_path: Path) -> None:
@@ -292,7 +326,7 @@ def test_the_summary_adds_up() -> None:
         "1.00 k parameters, state 14.0 kB (14.0 bytes per parameter)",
         "device 1 B (peak 4 B), host 2 B (peak 5 B), nvme 3 B (peak 6 B)",
         "read 28.0 kB, wrote 24.0 kB; 26.0 kB per step, 26.0 bytes per parameter and step",
-        "2 steps in 4 s, 256 tokens/s; waiting: nvme_read 1.0 s, nvme_write 0.5 s",
+        "2 steps in 4.0 s, 256 tokens/s; waiting: nvme_read 1.0 s, nvme_write 0.5 s",
         "peak RSS 500 MB",
     ):
         assert part in text
@@ -308,12 +342,12 @@ def test_numbers_for_people() -> None:
         "1.00 TB",
     ]
     assert count(10_916_736) == "10.9 M"
-    assert [duration(s) for s in (5.4, 185, 7620)] == ["5 s", "3 min 05 s", "2 h 07 min"]
+    assert [duration(s) for s in (5.4, 42.2, 185, 7620)] == ["5.4 s", "42 s", "3 min 05 s", "2 h 07 min"]
 
 
 def test_a_sample_is_safe_on_a_terminal() -> None:
     assert shown_text(list(b"def f():\n\t\x1b[2J\x07\xff")) == "def f():\n\t\ufffd[2J\ufffd\ufffd"
-    assert shown_text([1, 300]) == "1 300"
+    assert shown_text([65, 300, 66]) == "A\ufffdB"
 
 
 def test_memory_figures() -> None:

@@ -47,7 +47,7 @@ class Config(BaseModel):
     log: LogSection = Field(default_factory=LogSection)
 
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _source: str = PrivateAttr(default="dict")
+    _source: str = PrivateAttr(default="config")
     _base: Path = PrivateAttr(default_factory=Path.cwd)
 
     @classmethod
@@ -71,21 +71,22 @@ class Config(BaseModel):
         Raises ConfigError.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(f"dict: a configuration is a dict of sections, not {type(values).__name__}")
-        return cls._build(copy.deepcopy(dict(values)), "dict", Path.cwd())
+            raise ConfigError(f"config: a configuration is a dict of sections, not {type(values).__name__}")
+        return cls._build(copy.deepcopy(dict(values)), "config", Path.cwd())
 
     @classmethod
-    def _build(cls, given: dict[str, Any], source: str, base: Path) -> Self:
+    def _build(cls, given: dict[str, Any], source: str, base: Path, said: Mapping[str, str] | None = None) -> Self:
+        """``said``: for keys that were given on the command line, how."""
         try:
             config = cls.model_validate(given, context={"base": base})
         except ValidationError as error:
-            raise config_error(source, error, cls) from None
+            raise config_error(source, error, cls, said or {}) from None
         config._given, config._source, config._base = given, source, base
         return config
 
     @property
     def source(self) -> str:
-        """The file this was loaded from, or ``"dict"``."""
+        """The file this was loaded from, or ``"config"``."""
         return self._source
 
     def override(self, assignments: Iterable[str]) -> Self:
@@ -95,13 +96,15 @@ class Config(BaseModel):
         is where they are typed. Raises ConfigError.
         """
         given = copy.deepcopy(self._given)
+        said: dict[str, str] = {}
         for assignment in assignments:
             dotted, equals, text = assignment.partition("=")
             where = tuple(part.strip() for part in dotted.split("."))
             if not equals or len(where) < 2 or not all(where):
                 raise ConfigError(f"--set {assignment}: expected section.key=value, such as train.steps=100")
-            _assign(type(self), given, where, _value(text), assignment)
-        return self._build(given, self._source, self._base)
+            _assign(type(self), given, where, _value(text, assignment), assignment)
+            said[".".join(where[:2])] = f"--set {assignment}"
+        return self._build(given, self._source, self._base, said)
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value in plain types, so that ``Config.from_dict`` of it is the same configuration."""
@@ -182,11 +185,13 @@ def _made_absolute(value: Any) -> Any:
     return str(absolute(value, Path.cwd())) if isinstance(value, str) and value.strip() and "\0" not in value else value
 
 
-def _value(text: str) -> Any:
+def _value(text: str, said: str) -> Any:
     """``text`` as a TOML value where it is one, as itself where not."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        if text.strip()[:1] in ("[", "{"):
+            raise ConfigError(f"--set {said}: not a TOML value; text inside of [] or {{}} needs quotes") from None
         return text.strip()
     return value if isinstance(value, (bool, int, float, str, list, dict)) else text.strip()
 

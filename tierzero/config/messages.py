@@ -78,10 +78,16 @@ def _describe(error: Mapping[str, Any], config: type[BaseModel]) -> str:
     return f"{dotted} = {shown(error['input'])}: {message}"
 
 
-def config_error(source: str, found: ValidationError, config: type[BaseModel]) -> ConfigError:
-    """One line for the first error, and how many more there are."""
+def config_error(
+    source: str, found: ValidationError, config: type[BaseModel], said: Mapping[str, str] | None = None
+) -> ConfigError:
+    """One line for the first error, and the keys of the others. ``said``: for keys that do not come from ``source``,
+    where they come from.
+    """
     errors: Iterable[Mapping[str, Any]] = found.errors(include_url=False)
     # Unknown keys first: a misspelt key is the cause of what else is missing.
     ordered = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
-    more = f" (and {len(ordered) - 1} more)" if len(ordered) > 1 else ""
-    return ConfigError(f"{source}: {_describe(ordered[0], config)}{more}")
+    keys = [".".join(str(part) for part in error["loc"][:2]) for error in ordered]
+    others = [key for key in dict.fromkeys(keys) if key and key != keys[0]]
+    more = f" (wrong as well: {', '.join(others)})" if others else ""
+    return ConfigError(f"{(said or {}).get(keys[0], source)}: {_describe(ordered[0], config)}{more}")

@@ -43,11 +43,14 @@ def reference() -> str:
 
 def _row(key: str, field: FieldInfo) -> str:
     rule = next(item for item in field.metadata if isinstance(item, Rule))
-    cells = (f"`{key}`", _default(field.default, rule), _code(rule.allowed), _code(field.description or ""))
+    cells = (f"`{key}`", _default(field, rule), _code(rule.allowed), _code(field.description or ""))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _default(value: Any, rule: Rule) -> str:
+def _default(field: FieldInfo, rule: Rule) -> str:
+    value: Any = field.default
+    if isinstance(field.json_schema_extra, dict) and "shown" in field.json_schema_extra:  # it depends on other keys
+        return str(field.json_schema_extra["shown"])
     if value is None:
         return '`"auto"`' if rule.allowed.startswith('"auto"') else "none"
     if isinstance(value, (list, tuple)):

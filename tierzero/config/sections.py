@@ -35,7 +35,7 @@ class ModelSection(Section):
     dim: Annotated[int, whole(1, 10**6)] = key(384, "Width of the residual stream.")
     layers: Annotated[int, whole(1, 10**5)] = key(6, "Number of blocks.")
     heads: Annotated[int, whole(1, 10**5)] = key(
-        6, "Attention heads; they must divide dim. Left out: one head per 64 of dim."
+        6, "Attention heads; they must divide dim.", json_schema_extra={"shown": "one per 64 of `dim`"}
     )
     vocab: Annotated[int, whole(2, 2**31 - 1)] = key(256, "Number of token ids. 256 is enough for text (its bytes).")
     tied: Annotated[bool, flag()] = key(False, "Use the token embedding as the output layer as well.")
@@ -200,8 +200,13 @@ class IoSection(Section):
 class CheckpointSection(Section):
     """Checkpoints of a ``tierzero train`` run."""
 
-    dir: Annotated[Path | None, path()] = key(None, "Folder of the checkpoints. Left out: none are written.")
-    every: Annotated[int, whole(0, 10**9)] = key(0, "Steps between checkpoints; 0 writes none.")
+    dir: Annotated[Path | None, path()] = key(
+        None,
+        "Folder of the checkpoints (step-00000100 and so on), the last one from the end of the run. Left out: none.",
+    )
+    every: Annotated[int, whole(0, 10**9)] = key(
+        0, "Steps between checkpoints; 0 writes one at the end of the run only."
+    )
     keep: Annotated[int, whole(1, 10**6)] = key(2, "Newest checkpoints to keep.")
     async_: Annotated[bool, choice(False, later=(True,))] = key(
         False, "Write checkpoints beside the training; not available in this version.", alias="async"
@@ -214,7 +219,10 @@ class CheckpointSection(Section):
 class LogSection(Section):
     """What a run records."""
 
-    metrics: Annotated[Path | None, path()] = key(None, "File that gets one JSON object per step. Left out: none.")
+    metrics: Annotated[Path | None, path()] = key(
+        None,
+        "File that gets one JSON object per step. A resumed run appends, a new one starts over. Left out: none.",
+    )
     timeline: Annotated[bool, choice(False, later=(True,))] = key(
         False, "Record a timeline of every step; not available in this version."
     )

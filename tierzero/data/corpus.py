@@ -114,7 +114,8 @@ def _files(patterns: Sequence[str], key: str, dtype: str, vocab: int) -> list[To
         element = np.dtype(named).newbyteorder("<")
     files = [TokenFile.open(path, element, key) for path in paths]
     if not any(file.tokens for file in files):
-        raise ConfigError(f"{key}: {files[0].path if len(files) == 1 else f'all {len(files)} files'} empty; add data")
+        named = f"{files[0].path} is" if len(files) == 1 else f"all {len(files)} files are"
+        raise ConfigError(f"{key}: {named} empty; add data")
     return files
 
 

@@ -19,51 +19,47 @@ from tierzero.planner.buffers import (
     staging_tile_bytes,
     tile_count,
 )
+from tierzero.planner.floor import check_capacity, floor_plan
 from tierzero.planner.placement import is_in_place, place, totals_by_tier
-from tierzero.planner.shape import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest
+from tierzero.planner.shape import Budgets, MemoryPlan, ModelShape, PlanRequest
 from tierzero.tiers import Tier
 
 DEFAULT_TILE = 2 * 1024 * 1024
 """Elements. 28 MB of bf16 training state with its gradient: long enough for the drive, short enough to pipeline."""
 SMALLEST_TILE = 64 * 1024
 DEFAULT_PREFETCH = 2
-MANY_TILES = 1 << 20
-"""From here on placing them one by one takes minutes: whether all tiers together hold them is looked at first."""
+MANY_TILES = 1 << 18
+"""From here on placing them one by one only to name the shortage to the byte takes too long."""
 
 
 def plan_memory(shape: ModelShape, request: PlanRequest, budgets: Budgets) -> MemoryPlan:
     """Places every tile and sizes every pool.
 
     Raises ConfigError for a placement that cannot be carried out and BudgetError, naming the bytes missing and the
-    key, when a budget is too small.
+    key, when a budget is too small: for the leanest plan, of the smallest tiles and no prefetch.
     """
     _check_request(request, budgets)
-    _check_total(shape, request, budgets)
-    best: BudgetError | None = None
+    shortage: BudgetError | None = None
     for tile in _tile_sizes(shape, request):
         for prefetch in _prefetch_depths(request):
+            try:
+                floor = floor_plan(shape, request, budgets, tile, prefetch)
+                _check_fits(shape, floor, budgets)
+                check_capacity(shape, request, budgets, floor)
+            except BudgetError as error:
+                shortage = error
+                continue
             plan = _plan(shape, request, budgets, tile, prefetch)
             try:
                 _check_fits(shape, plan, budgets)
-                return plan
             except BudgetError as error:
-                best = error if best is None or error.missing < best.missing else best
-        if not _tiles_matter(shape, request, budgets, plan):
-            break
-    assert best is not None
-    raise best
-
-
-def _tiles_matter(shape: ModelShape, request: PlanRequest, budgets: Budgets, plan: MemoryPlan) -> bool:
-    """Whether smaller tiles than those of ``plan`` could fit. A huge model has very many of them to place: it is
-    refused at once where its gathered units alone are too large.
-    """
-    device = budgets.device_free if budgets.device is None else budgets.device
-    host = budgets.host_free if budgets.host is None else budgets.host
-    if isinstance(request.params, Mapping) and request.params.get("nvme") == 1:
-        return plan.arena <= device
-    # Weights are gathered, or the device computes from where they lie.
-    return max(group.weight_bytes(group.layout.numel) for group in shape.groups) <= max(device, host)
+                shortage = error
+            else:
+                return plan
+    assert shortage is not None
+    if sum(group.layout.shard_numel for group in shape.groups) // tile < MANY_TILES:
+        _check_fits(shape, _plan(shape, request, budgets, tile, prefetch), budgets)
+    raise shortage
 
 
 def _check_request(request: PlanRequest, budgets: Budgets) -> None:
@@ -76,25 +72,6 @@ def _check_request(request: PlanRequest, budgets: Budgets) -> None:
     weights_too = isinstance(params, Mapping) and params.get("device", 0) == 1
     if on_device and not weights_too and not budgets.device_is_host:
         raise ConfigError("placement.optimizer: 'device' needs placement.params = 'device' as well, on a GPU")
-
-
-def _check_total(shape: ModelShape, request: PlanRequest, budgets: Budgets) -> None:
-    groups = shape.groups
-    if sum(group.layout.shard_numel for group in groups) // _tile_sizes(shape, request)[0] < MANY_TILES:
-        return
-    sizes = (GroupShape.weight_bytes, GroupShape.optimizer_bytes, GroupShape.gradient_bytes)
-    total = sum(size(group, group.layout.shard_numel) for size in sizes for group in groups)
-    device = budgets.device_free if budgets.device is None else budgets.device
-    host = budgets.host_free if budgets.host is None else budgets.host
-    nvme = budgets.nvme_free if budgets.nvme else 0
-    missing = total - device - host - nvme
-    if missing > 0:
-        raise BudgetError(
-            f"the model's training state, {total:,} bytes per rank, does not fit in tiers.device ({device:,} bytes), "
-            f"tiers.host ({host:,}) and tiers.nvme ({nvme:,}) together: {missing:,} bytes short; use a smaller model, "
-            "more ranks or larger tiers",
-            missing,
-        )
 
 
 def _tile_sizes(shape: ModelShape, request: PlanRequest) -> list[int]:
@@ -133,7 +110,7 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
     staged = totals[Tier.NVME] > 0 or not budgets.device_is_host
     if not request.reduced and budgets.device_is_host and not any(map(needs_buckets, shape.groups, homes)):
         buckets = 0
-    left = (budgets.device_free if budgets.device is None else budgets.device) - totals[Tier.DEVICE] - arena
+    left = budgets.device_limit - totals[Tier.DEVICE] - arena
     limit = max(buckets, min(left, all_gradient_bytes(shape))) if buckets else 0
     most = staging_bytes(budgets, totals[Tier.HOST], staging_tile, tile_count(homes)) if staged else 0
     return MemoryPlan(
@@ -158,8 +135,7 @@ def _room(budget: int | None, free: int, reserved: int) -> int:
 
 def _reserved_staging(budgets: Budgets, staging_tile: int) -> int:
     """What "auto" leaves for tiles in flight: the usual number, but no more than a quarter of the budget for it."""
-    budget = budgets.host_free if budgets.host is None else budgets.host
-    return max(FEWEST_STAGING_TILES * staging_tile, min(STAGING_TILES * staging_tile, budget // 4))
+    return max(FEWEST_STAGING_TILES * staging_tile, min(STAGING_TILES * staging_tile, budgets.host_limit // 4))
 
 
 def _check_fits(shape: ModelShape, plan: MemoryPlan, budgets: Budgets) -> None:
@@ -181,14 +157,13 @@ def _check_fits(shape: ModelShape, plan: MemoryPlan, budgets: Budgets) -> None:
     for tier, needed, budget, free, parts in rows:
         limit = free if budget is None else budget
         if needed > limit:
-            source = (
-                f"tiers.{tier} = {budget:,} bytes per rank"
-                if budget is not None
-                else f"the {free:,} bytes of {tier} memory that are free"
-            )
+            if budget is not None:
+                source, advice = f"tiers.{tier} = {budget:,} bytes per rank", f"raise tiers.{tier}"
+            else:
+                source, advice = f"the {free:,} bytes of {tier} memory that are free", "use more ranks, free some"
             raise BudgetError(
-                f"{source}: {needed - limit:,} bytes short of the {needed:,} needed: {parts}; raise tiers.{tier} or "
-                "place more on another tier",
+                f"{source}: {needed - limit:,} bytes short of the {needed:,} needed: {parts}; {advice} or place more on "
+                "another tier",
                 needed - limit,
             )
     needed = plan.host + (plan.device if budgets.device_is_host else 0)

@@ -45,8 +45,8 @@ class ModelShape:
 class Budgets:
     """What the user allows per rank. None: as much as the plan needs, up to ``free`` bytes of that memory.
 
-    ``available`` is what this rank can have of the machine's memory at all, whatever the budgets say; ``nvme_free``
-    what the nvme paths can take at most.
+    ``available`` is what this rank can have of the machine's memory at all, whatever the budgets say;
+    ``nvme_capacity`` what the nvme paths could take if nothing else lay on them.
     """
 
     device: int | None
@@ -56,7 +56,15 @@ class Budgets:
     device_is_host: bool
     nvme: bool
     available: int = 1 << 62
-    nvme_free: int = 1 << 62
+    nvme_capacity: int = 1 << 62
+
+    @property
+    def device_limit(self) -> int:
+        return self.device_free if self.device is None else self.device
+
+    @property
+    def host_limit(self) -> int:
+        return self.host_free if self.host is None else self.host
 
 
 @dataclass(frozen=True)

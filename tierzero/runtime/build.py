@@ -4,6 +4,7 @@ allocated."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from tierzero.runtime.zeroing import install_zero_grad
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.sharding.layout import FlatLayout, flat_layout
 from tierzero.sharding.units import UnitChoice, UnitSpec, find_units
-from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore, free_bytes
+from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FREE_SHARE = 0.8
@@ -114,6 +115,11 @@ def _world(mesh: DeviceMesh | None) -> World:
     elif dist.is_available() and dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
     else:
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise ConfigError(
+                f"shard: this is one of {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE), but there is no process group "
+                "to shard over; call torch.distributed.init_process_group() first"
+            )
         return World()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -189,15 +195,18 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
         device.is_host,
         bool(tiers.nvme),
         available,
-        _nvme_free(config),
+        _nvme_capacity(config),
     )
     return plan_memory(shape, request, budgets)
 
 
-def _nvme_free(config: Config) -> int:
-    """Whether a path can be used at all is checked when the store opens it."""
-    free = sum(free_bytes(Path(path)) for path in config.tiers.nvme if Path(path).is_dir())
-    return free if config.tiers.nvme_limit is None else min(free, config.tiers.nvme_limit)
+def _nvme_capacity(config: Config) -> int:
+    """Of the whole drives: what is free, and whether a path can be used at all, is seen when the store has opened
+    them, which clears away what killed runs left.
+    """
+    paths = [Path(path) for path in config.tiers.nvme]
+    size = sum(shutil.disk_usage(path).total for path in paths) if all(path.is_dir() for path in paths) else 1 << 62
+    return size if config.tiers.nvme_limit is None else min(size, config.tiers.nvme_limit)
 
 
 def _assemble(

@@ -179,16 +179,28 @@ class Collectives:
         self.bytes.all_gather += whole.nbytes
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
-        """``shard`` becomes this rank's part of the ranks' mean of ``whole``. Call only from reduce work."""
-        self._wait(_reduce_scatter(shard, whole, self._reduce.data), self._reduce)
-        shard.div_(self._world.size)
+        """``shard`` becomes this rank's part of the ranks' mean of ``whole``, which is used up. Call only from reduce
+        work.
+        """
+        self._wait(_reduce_scatter(shard, self._divided_before(whole), self._reduce.data), self._reduce)
+        self._divided_after(shard)
         self.bytes.reduce_scatter += whole.nbytes
 
     def all_reduce_mean(self, whole: torch.Tensor) -> None:
         """``whole`` becomes the ranks' mean. Call only from reduce work."""
-        self._wait(dist.all_reduce(whole, group=self._reduce.data, async_op=True), self._reduce)
-        whole.div_(self._world.size)
+        self._wait(dist.all_reduce(self._divided_before(whole), group=self._reduce.data, async_op=True), self._reduce)
+        self._divided_after(whole)
         self.bytes.all_reduce += whole.nbytes
+
+    # An fp16 sum of scaled gradients would overflow long before their mean does. The other types have the range, and
+    # are rounded once less when the sum is divided.
+
+    def _divided_before(self, gradients: torch.Tensor) -> torch.Tensor:
+        return gradients.div_(self._world.size) if gradients.dtype == torch.float16 else gradients
+
+    def _divided_after(self, gradients: torch.Tensor) -> None:
+        if gradients.dtype != torch.float16:
+            gradients.div_(self._world.size)
 
     def small_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a few host values over the ranks; from the training thread, at the same point on every rank. Not

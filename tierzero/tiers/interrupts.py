@@ -11,18 +11,28 @@ from types import FrameType
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Holds SIGINT back until the end of the section, on the main thread, which alone is interrupted by it. Not for
-    sections that wait.
+    """Holds SIGINT and SIGTERM back until the end of the section, on the main thread, which alone is interrupted by
+    them. Not for sections that wait.
     """
-    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # One within the other: whichever signal's handler raises, also on the way in or out, the other's is put back.
+    with _one_held_back(signal.SIGTERM), _one_held_back(signal.SIGINT):
+        yield
+
+
+@contextmanager
+def _one_held_back(number: signal.Signals) -> Iterator[None]:
+    handler = signal.getsignal(number)
     if not callable(handler):
         yield
         return
-    met: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: met.append((number, frame)))
+    met: list[FrameType | None] = []
+    signal.signal(number, lambda _, frame: met.append(frame))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(number, handler)
         if met:
-            handler(*met[0])
+            handler(number, met[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -40,7 +41,7 @@ def keep_newest(directory: Path, keep: int) -> None:
 def check_directory(config: Config) -> None:
     """Makes ``checkpoint.dir`` and sees that it can be written to. Raises ConfigError."""
     directory = config.checkpoint.dir
-    if directory is None or not config.checkpoint.every:
+    if directory is None:
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -48,6 +49,22 @@ def check_directory(config: Config) -> None:
         raise ConfigError(f"checkpoint.dir: cannot make {directory}: {error.strerror or error}") from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"checkpoint.dir: cannot write to {directory}: permission denied")
+
+
+def set_aside_later(directory: Path, start: int) -> Path | None:
+    """Moves checkpoints from after step ``start``, where this run begins, into a folder of their own; returns that.
+
+    They belong to another run, or to a part of this one that is given up: left there, they would be overwritten one by
+    one, and be what ``--resume auto`` finds.
+    """
+    later = [path for path in all_in(directory) if _step_of(path) > start]
+    if not later:
+        return None
+    aside = next(path for number in itertools.count(1) if not (path := directory / f"earlier-{number}").exists())
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    return aside
 
 
 def to_resume(config: Config, wanted: str | None) -> Path | None:
@@ -63,7 +80,9 @@ def to_resume(config: Config, wanted: str | None) -> Path | None:
     try:
         read_manifest(standing_folder(path))
     except CheckpointError as error:
-        raise ConfigError(f"--resume {wanted}: {error}; give a checkpoint folder, or auto for the newest") from None
+        inside = all_in(path)
+        advice = f"did you mean {inside[-1]}?" if inside else "give a checkpoint folder, or auto for the newest"
+        raise ConfigError(f"--resume {wanted}: {error}; {advice}") from None
     return path
 
 

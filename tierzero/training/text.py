@@ -23,7 +23,9 @@ def _scaled(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s`` or ``2 h 07 min``."""
+    """``4.2 s``, ``42 s``, ``3 min 05 s`` or ``2 h 07 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 100:
         return f"{whole} s"

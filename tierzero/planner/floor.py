@@ -1,0 +1,89 @@
+"""What a plan needs at least, from sums over the groups alone: a model that can never fit is refused without placing
+its tiles one by one, which takes minutes where there are millions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierzero.errors import BudgetError
+from tierzero.planner.buffers import FEWEST_STAGING_TILES, arena_bytes, bucket_bytes, staging_tile_bytes
+from tierzero.planner.shape import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest
+from tierzero.tiers import Tier
+
+_SIZES = {
+    "params": GroupShape.weight_bytes,
+    "optimizer": GroupShape.optimizer_bytes,
+    "gradients": GroupShape.gradient_bytes,
+}
+
+
+def floor_plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, prefetch: int) -> MemoryPlan:
+    """A plan without tiles, no pool of which is larger than that of the real one."""
+    fixed = _fixed_bytes(shape, request, tile)
+    in_place = tuple(_may_be_in_place(group, request, budgets) for group in shape.groups)
+    staged = fixed[Tier.NVME] > 0 or not budgets.device_is_host
+    staging_tile = staging_tile_bytes(shape, tile) if staged else 0
+    return MemoryPlan(
+        tile=tile,
+        prefetch=prefetch,
+        homes=(),
+        device_state=fixed[Tier.DEVICE],
+        host_state=fixed[Tier.HOST],
+        nvme_state=fixed[Tier.NVME],
+        arena=0 if all(in_place) else arena_bytes(shape, prefetch, request.keep_gathered, in_place),
+        buckets=bucket_bytes(shape) if request.reduced or not budgets.device_is_host else 0,
+        staging=FEWEST_STAGING_TILES * staging_tile,
+        staging_tile=staging_tile,
+        in_place=in_place,
+    )
+
+
+def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, floor: MemoryPlan) -> None:
+    """Raises BudgetError where the tiers cannot hold the state, wherever "auto" puts it."""
+    device, host = budgets.device_limit, budgets.host_limit
+    nvme = budgets.nvme_capacity if budgets.nvme else 0
+    if floor.nvme_state > nvme:
+        raise BudgetError(
+            f"tiers.nvme: {floor.nvme_state:,} bytes of state are placed on nvme, where {nvme:,} have room at most "
+            "(tiers.nvme_limit, or the size of the drives); use a smaller model, more ranks or more drives",
+            floor.nvme_state - nvme,
+        )
+    # Without a GPU and with no budget of its own, the device tier gets no state: its memory is the host's.
+    room = 0 if budgets.device_is_host and budgets.device is None else max(0, device - floor.device)
+    room += max(0, host - floor.host) + nvme - floor.nvme_state
+    total = sum(_total(shape, kind) for kind in _SIZES)
+    auto = sum(_total(shape, kind) for kind in _SIZES if getattr(request, kind) == "auto")
+    if auto > room:
+        raise BudgetError(
+            f"the model's training state, {total:,} bytes per rank, does not fit in tiers.device ({device:,} bytes), "
+            f"tiers.host ({host:,}) and tiers.nvme ({nvme:,}) together: {auto - room:,} bytes short; use a smaller "
+            "model, more ranks or larger tiers",
+            auto - room,
+        )
+
+
+def _total(shape: ModelShape, kind: str) -> int:
+    return sum(_SIZES[kind](group, group.layout.shard_numel) for group in shape.groups)
+
+
+def _fixed_bytes(shape: ModelShape, request: PlanRequest, tile: int) -> dict[Tier, int]:
+    """Bytes that go to each tier by configured fractions, which placing meets to within a tile."""
+    fixed = dict.fromkeys(Tier, 0)
+    for kind, size in _SIZES.items():
+        split = getattr(request, kind)
+        if not isinstance(split, Mapping):
+            continue
+        slack = max((size(group, min(tile, group.layout.shard_numel)) for group in shape.groups), default=0)
+        for name, part in split.items():
+            share = int(part * _total(shape, kind))
+            fixed[Tier(name)] += share if part == 1 else max(0, share - slack)
+    return fixed
+
+
+def _may_be_in_place(group: GroupShape, request: PlanRequest, budgets: Budgets) -> bool:
+    if group.layout.parts != 1:
+        return False
+    if isinstance(request.params, Mapping) and request.params.get("nvme") == 1:
+        return False
+    return group.weight_bytes(group.layout.numel) <= max(budgets.device_limit, budgets.host_limit)
