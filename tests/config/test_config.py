@@ -235,7 +235,7 @@ def test_override_paths_belong_to_the_working_directory(tmp_path: Path, monkeypa
         ("steps=3", "section.key=value"),
         ("train.steps", "section.key=value"),
         ("a.b=1", "sections"),
-        ("train.steps=[1", "whole number"),
+        ("train.steps=[1", "not a TOML value"),
         ("tiers.nvme=", "path"),
     ],
 )

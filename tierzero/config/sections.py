@@ -33,7 +33,7 @@ class ModelSection(Section):
         "gpt", "A decoder-only transformer, pre-norm, GELU MLP of 4 dim."
     )
     dim: Annotated[int, whole(1, 10**6)] = key(384, "Width of the residual stream.")
-    layers: Annotated[int, whole(1, 10**5)] = key(6, "Number of blocks.")
+    layers: Annotated[int, whole(1, 10**4)] = key(6, "Number of blocks.")
     heads: Annotated[int, whole(1, 10**5)] = key(
         6, "Attention heads; they must divide dim.", json_schema_extra={"shown": "one per 64 of `dim`"}
     )

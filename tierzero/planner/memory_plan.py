@@ -162,8 +162,8 @@ def _check_fits(shape: ModelShape, plan: MemoryPlan, budgets: Budgets) -> None:
             else:
                 source, advice = f"the {free:,} bytes of {tier} memory that are free", "use more ranks, free some"
             raise BudgetError(
-                f"{source}: {needed - limit:,} bytes short of the {needed:,} needed: {parts}; {advice} or place more on "
-                "another tier",
+                f"{source}: {needed - limit:,} bytes short of the {needed:,} needed: {parts}; {advice} or place more "
+                "on another tier",
                 needed - limit,
             )
     needed = plan.host + (plan.device if budgets.device_is_host else 0)
