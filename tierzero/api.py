@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -41,6 +41,9 @@ def shard(
 
     Raises ConfigError or BudgetError before anything is allocated.
     """
+    if config is not None and not isinstance(config, Config):
+        how = "tz.Config.from_dict(...)" if isinstance(config, Mapping) else "tz.Config.load(path)"
+        raise ConfigError(f"shard: config is a {type(config).__name__}; make a configuration of it with {how}")
     build_runtime(model, config if config is not None else Config.from_dict({}), units, mesh, init)
     return model
 
@@ -56,6 +59,8 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None
     This is the place to change weights by hand. A forward that changes its own is refused; what it writes through a
     parameter's ``.data`` goes unnoticed, and is lost unless the weights lie in memory.
     """
+    if isinstance(parameters, nn.Module):
+        raise ConfigError("gathered: takes parameters, a few at a time, not a module; such as module.weight")
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     slots = list(dict.fromkeys(_slot(parameter) for parameter in tensors))
     opened: list[SlotState] = []
@@ -95,8 +100,8 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
     """All parameters and persistent buffers, whole, in host memory, under the model's own names. Every rank must call
     it.
 
-    Weights are gathered one parameter at a time; the result as a whole must fit in memory (`save_checkpoint` and
-    `export_safetensors` need not). With ``rank0_only`` the other ranks get an empty dict. Tied parameters share one
+    Weights are gathered one parameter at a time; the result as a whole must fit in memory (what `save_checkpoint`
+    writes need not). With ``rank0_only`` the other ranks get an empty dict. Tied parameters share one
     tensor.
     """
     runtime = runtime_of(model)

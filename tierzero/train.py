@@ -233,9 +233,11 @@ class Run:
 
     def _set_aside(self) -> None:
         directory = self.config.checkpoint.dir
-        aside = checkpoints.set_aside_later(directory, self.start) if directory is not None else None
+        if directory is None or self.start >= self.config.train.steps:
+            return
+        aside = checkpoints.set_aside_others(directory, self.job.resume, self.start)
         if aside is not None:
-            print(f"note     checkpoints of later steps, from before this run, were moved to {aside}", flush=True)
+            print(f"note     checkpoints that this run does not continue were moved to {aside}", flush=True)
 
     @torch.no_grad()
     def validate(self) -> float | None:

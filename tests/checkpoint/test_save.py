@@ -250,3 +250,20 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     with running(config(tmp_path / "nvme", **STATE)) as run:
         run.train(steps)
         assert_bits(found, run.outcome())
+
+
+def test_a_link_to_a_checkpoint_is_written_through(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path / "saved")
+    (tmp_path / "last").symlink_to("saved")
+    for _ in range(2):
+        run.train(1)
+        run.save(tmp_path / "last")
+        assert (tmp_path / "last").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "nvme", "saved"]
+
+
+def test_an_optimizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
+    others = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(tz.ConfigError, match="not this model's"):
+        tz.save_checkpoint(run.model, others, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

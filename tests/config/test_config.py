@@ -290,6 +290,9 @@ def test_every_key_has_a_description() -> None:
     [
         ("train.steps=many", r"^--set train\.steps=many: train\.steps = \"many\": must be a whole number"),
         ("placement.params.host=2", r"^--set placement\.params\.host=2: placement\.params = .*must be .auto."),
+        ("train.steps=4\ntrain.seed=3", "one assignment only"),
+        ("train.micro_batch=3", r"^--set train\.micro_batch=3: train\.micro_batch = 3: does not divide"),
+        ("optimizer.overlap=backward", r"^--set optimizer\.overlap=backward: optimizer\.overlap = "),
         ("sharding.units=[Block]", r"^--set sharding\.units=\[Block\]: not a TOML value; .*quotes"),
     ],
 )
@@ -297,4 +300,4 @@ def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path,
     file = tmp_path / "run.toml"
     file.write_text("[train]\nsteps = 3\n")
     with pytest.raises(ConfigError, match=message):
-        Config.load(file).override(["train.seed=2", assignment])
+        Config.load(file).override(["train.seed=2", assignment]).check()

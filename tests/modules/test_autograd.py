@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tierzero as tz
 
@@ -220,3 +221,32 @@ class Summing(nn.Module):
 def test_one_function_saves_the_weights_of_many_units(tier: str, tmp_path: Path) -> None:
     case = Case(Summing, regression, (nn.Linear,))
     assert_close(train_sharded(case, config(tmp_path, tier, tiers={"prefetch": 0})), train_plain(case))
+
+
+class UsedOutside(nn.Module):
+    """Reentrant checkpoints around blocks whose weights the model's own forward uses as well: a gradient that arrives
+    twice in one backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x + 0.01 * sum(block.up.weight.square().sum() for block in self.blocks)
+
+
+def test_gradients_that_arrive_twice_accumulate_alike_wherever_they_lie(tmp_path: Path) -> None:
+    case = Case(UsedOutside, regression, (Block,))
+    found = []
+    for gradients in ("host", "nvme", {"host": 0.5, "nvme": 0.5}):
+        settings = config(tmp_path, "host", placement={"gradients": gradients})
+        with sharded(built(case), settings, case.units) as model:
+            for step in range(4):
+                regression(model, step, 0).backward()
+            found.append(gradients_of(model, plain=False))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], found[0][name]) for name in found[0])

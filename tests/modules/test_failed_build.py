@@ -26,6 +26,12 @@ def test_the_process_ends_with_the_cause() -> None:
     assert "ValueError: no values" in ended.stderr
 
 
+@pytest.mark.parametrize(("config", "how"), [({"train": {}}, "from_dict"), ("configs/nvme.toml", "load")])
+def test_what_is_no_configuration_says_how_to_make_one(config: object, how: str) -> None:
+    with pytest.raises(tz.ConfigError, match=rf"tz\.Config\.{how}"):
+        tz.shard(nn.Linear(2, 2), config)  # type: ignore[arg-type]
+
+
 def test_a_rank_among_several_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each rank would train a copy of its own."""
     monkeypatch.setenv("WORLD_SIZE", "2")

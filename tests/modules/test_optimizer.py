@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,14 @@ def test_scaled_and_unscaled_gradients_give_the_same_norm_and_update(tmp_path: P
     assert norms[:3] == pytest.approx(norms[3:], rel=1e-6)
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_clipping_takes_the_parameters_as_pytorchs_function_does(tmp_path: Path) -> None:
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        regression(model, 0, 0).backward()
+        norm = tz.clip_grad_norm_(model, math.inf)
+        assert tz.clip_grad_norm_(model.parameters(), math.inf) == norm
+        with pytest.raises(tz.ConfigError, match=r"'first.bias' is not among"):
+            tz.clip_grad_norm_([model.first.weight], 1.0)
+        with pytest.raises(tz.ConfigError, match="sharded"):
+            tz.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)

@@ -104,6 +104,9 @@ REFUSALS: dict[str, Callable[[nn.Module], object]] = {
     "pickle": lambda m: torch.save(m, io.BytesIO()),
     "averaged model": lambda m: torch.optim.swa_utils.AveragedModel(m),
     "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+    "load_state_dict that assigns": lambda m: m.load_state_dict({**m.state_dict()}, assign=True),
+    "load_state_dict around it": lambda m: nn.Sequential(m).load_state_dict({}, strict=False, assign=True),
+    "meta": lambda m: m.to("meta"),
     "half": lambda m: m.half(),
     "double": lambda m: m.double(),
 }

@@ -160,3 +160,48 @@ def broken_pass(model: nn.Module, in_backward: bool) -> None:
 
 def test_good_steps_after_bad_ones(tmp_path: Path, two_ranks: RankPool) -> None:
     two_ranks.run(good_after_bad, str(tmp_path))
+
+
+def one_reads_while_the_other_trains(rank: int, size: int, nvme: str) -> str:
+    """The usual slip: ``if rank == 0: state = tz.full_state_dict(model)``."""
+    model = tz.shard(Stack(), config(Path(nvme)), units=(Block,))
+    started = time.monotonic()
+    try:
+        if rank == 0:
+            tz.full_state_dict(model)
+        regression(model, 0, rank).backward()
+        tz.clip_grad_norm_(model, 1.0)
+    except RankMismatchError as error:
+        assert time.monotonic() - started < 20
+        return str(error)
+    finally:
+        tz.close(model)
+    return "nothing was said"
+
+
+def test_a_call_that_only_one_rank_makes_is_named(tmp_path: Path, two_ranks: RankPool) -> None:
+    for message in two_ranks.run(one_reads_while_the_other_trains, str(tmp_path)):
+        assert "(rank 0: a call of every rank, rank 1: '(root)')" in message
+
+
+def one_skips_its_backward(rank: int, size: int, nvme: str) -> str:
+    """A loop that goes on at a bad loss, which only one rank has."""
+    model = tz.shard(Stack(), config(Path(nvme)), units=(Block,))
+    started = time.monotonic()
+    try:
+        for step in range(2):
+            loss = regression(model, step, rank)
+            if rank == 0:
+                loss.backward()
+            tz.clip_grad_norm_(model, 1.0)
+    except RankMismatchError as error:
+        assert time.monotonic() - started < 20
+        return str(error)
+    finally:
+        tz.close(model)
+    return "nothing was said"
+
+
+def test_a_backward_that_one_rank_leaves_out_is_named(tmp_path: Path, two_ranks: RankPool) -> None:
+    for message in two_ranks.run(one_skips_its_backward, str(tmp_path)):
+        assert "make backward and calls such as clip_grad_norm_" in message

@@ -21,7 +21,7 @@ from tierzero.training.checkpoints import (
     check_directory,
     folder_of,
     keep_newest,
-    set_aside_later,
+    set_aside_others,
     to_resume,
 )
 from tierzero.training.memory import peak_rss_bytes, rss_bytes
@@ -154,14 +154,19 @@ def checkpoint_at(folder: Path, step: int) -> Path:
 
 
 def test_later_checkpoints_of_another_run_are_moved_not_overwritten(tmp_path: Path) -> None:
-    assert set_aside_later(tmp_path, 0) is None
+    here, elsewhere = tmp_path / "here", checkpoint_at(tmp_path / "elsewhere", 9)
+    here.mkdir()
+    assert set_aside_others(here, None, 0) is None
     for step in (4, 8, 12):
-        checkpoint_at(tmp_path, step)
-    assert set_aside_later(tmp_path, 12) is None
-    assert set_aside_later(tmp_path, 4) == tmp_path / "earlier-1"
-    assert [path.name for path in all_in(tmp_path / "earlier-1")] == ["step-00000008", "step-00000012"]
-    assert set_aside_later(tmp_path, 0) == tmp_path / "earlier-2"
-    assert all_in(tmp_path) == []
+        checkpoint_at(here, step)
+    assert set_aside_others(here, folder_of(here, 12), 12) is None
+    assert set_aside_others(here, folder_of(here, 4), 4) == here / "earlier-1"
+    assert [path.name for path in all_in(here / "earlier-1")] == ["step-00000008", "step-00000012"]
+    (here / "earlier-2").symlink_to("nowhere")
+    assert set_aside_others(here, elsewhere, 9) == here / "earlier-3"
+    assert all_in(here) == []
+    checkpoint_at(here, 1)
+    assert set_aside_others(here, None, 0) == here / "earlier-4"
 
 
 def test_the_folder_above_the_checkpoints_names_the_newest(tmp_path: Path) -> None:

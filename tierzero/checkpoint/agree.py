@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from tierzero.errors import CheckpointError
+from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.runtime import Runtime
 
 
 def together(runtime: Runtime, folder: Path, task: str, work: Callable[[], None]) -> None:
-    """Runs ``work`` on every rank. Raises CheckpointError on all of them when it fails on any; ``task`` ("write it")
-    completes the message.
+    """Runs ``work`` on every rank. Raises CheckpointError on all of them when it fails on any (a ConfigError stays one
+    on its rank); ``task`` ("write it") completes the message.
     """
     failure: Exception | None = None
     try:
@@ -23,7 +23,7 @@ def together(runtime: Runtime, folder: Path, task: str, work: Callable[[], None]
     failed = failure is not None
     if runtime.collectives is not None:
         failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)]))[0])
-    if isinstance(failure, CheckpointError):
+    if isinstance(failure, CheckpointError | ConfigError):
         raise failure
     if failure is not None:
         raise CheckpointError(f"checkpoint {folder}: rank {runtime.world.rank} cannot {task}: {failure}") from failure

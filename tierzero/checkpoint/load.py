@@ -41,6 +41,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     manifest, reader = sources[0].manifest, sources[0].reader
     try:
         runtime.flush()
+        runtime.anticipation.clear()
         runtime.zero_grad()
         for unit in runtime.units:
             runtime.pager.forget(unit)

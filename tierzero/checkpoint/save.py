@@ -50,18 +50,23 @@ def save_checkpoint(
     """
     runtime = runtime_of(model)
     runtime.require_open()
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # a link to a checkpoint stays one
     staging = target.with_name(f".{target.name}.partial")
-    _check_extra(extra)
+    together(runtime, target, "write it", lambda: _check(runtime, optimizer, extra))
     runtime.flush()
     try:
         together(runtime, target, "write it", lambda: _prepare(runtime, target, staging))
         together(runtime, target, "write it", lambda: _write_rank(runtime, model, staging))
         together(runtime, target, "write it", lambda: _seal(runtime, model, optimizer, target, staging, extra))
-    except CheckpointError:
+    except BaseException:
         if runtime.world.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def _check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None) -> None:
+    _check_extra(extra)
+    _check_owner(runtime, optimizer)
 
 
 def _check_extra(extra: dict[str, Any] | None) -> None:
@@ -71,6 +76,16 @@ def _check_extra(extra: dict[str, Any] | None) -> None:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"save_checkpoint: extra cannot be written as JSON: {error}") from None
+
+
+def _check_owner(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> None:
+    for group in optimizer.param_groups if optimizer is not None else ():
+        slots = [slot_of(parameter) for parameter in group["params"]]
+        if any(slot is None or slot.owner is not runtime for slot in slots):
+            raise ConfigError(
+                "save_checkpoint: the optimizer has parameters that are not this model's; give the one that was made "
+                "from its parameters"
+            )
 
 
 def _prepare(runtime: Runtime, target: Path, staging: Path) -> None:

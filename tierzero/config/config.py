@@ -49,6 +49,7 @@ class Config(BaseModel):
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     _source: str = PrivateAttr(default="config")
     _base: Path = PrivateAttr(default_factory=Path.cwd)
+    _said: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -81,13 +82,17 @@ class Config(BaseModel):
             config = cls.model_validate(given, context={"base": base})
         except ValidationError as error:
             raise config_error(source, error, cls, said or {}) from None
-        config._given, config._source, config._base = given, source, base
+        config._given, config._source, config._base, config._said = given, source, base, dict(said or {})
         return config
 
     @property
     def source(self) -> str:
         """The file this was loaded from, or ``"config"``."""
         return self._source
+
+    def origin(self, *keys: str) -> str:
+        """How the first of ``keys`` ("section.key") that stood on the command line was given there; else `source`."""
+        return next((self._said[key] for key in keys if key in self._said), self._source)
 
     def override(self, assignments: Iterable[str]) -> Self:
         """A new configuration with ``section.key=value`` assignments applied, later ones winning.
@@ -96,7 +101,7 @@ class Config(BaseModel):
         is where they are typed. Raises ConfigError.
         """
         given = copy.deepcopy(self._given)
-        said: dict[str, str] = {}
+        said = dict(self._said)
         for assignment in assignments:
             dotted, equals, text = assignment.partition("=")
             where = tuple(part.strip() for part in dotted.split("."))
@@ -121,25 +126,30 @@ class Config(BaseModel):
 
         Raises ConfigError.
         """
-        for problem in self._problems():
-            raise ConfigError(f"{self._source}: {problem}")
+        for keys, problem in self._problems():
+            raise ConfigError(f"{self.origin(*keys)}: {problem}")
 
-    def _problems(self) -> Iterable[str]:
+    def _problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        """The keys that each is about, and the sentence."""
         model, train = self.model, self.train
         if model.dim % model.heads:
-            yield f"model.heads = {model.heads}: does not divide model.dim = {model.dim}; choose heads that divide it"
+            text = f"model.heads = {model.heads}: does not divide model.dim = {model.dim}; choose heads that divide it"
+            yield ("model.heads", "model.dim"), text
         if not self.tiers.nvme:
             for kind in ("params", "optimizer", "gradients", "activations"):
                 wanted = getattr(self.placement, kind)
                 if isinstance(wanted, dict) and "nvme" in wanted:
-                    yield f'placement.{kind} names "nvme": set tiers.nvme to the folders for the tier files'
+                    text = f'placement.{kind} names "nvme": set tiers.nvme to the folders for the tier files'
+                    yield (f"placement.{kind}", "tiers.nvme"), text
         if train.micro_batch is not None and train.batch_size % train.micro_batch:
             yield (
+                ("train.micro_batch", "train.batch_size"),
                 f"train.micro_batch = {train.micro_batch}: does not divide train.batch_size = {train.batch_size}; "
-                "choose one that does"
+                "choose one that does",
             )
         if self.checkpoint.every and self.checkpoint.dir is None:
-            yield "checkpoint.every is set but checkpoint.dir is not: set checkpoint.dir to a folder"
+            text = "checkpoint.every is set but checkpoint.dir is not: set checkpoint.dir to a folder"
+            yield ("checkpoint.every",), text
 
     @model_validator(mode="after")
     def _overlap_fits(self) -> Self:
@@ -188,7 +198,10 @@ def _made_absolute(value: Any) -> Any:
 def _value(text: str, said: str) -> Any:
     """``text`` as a TOML value where it is one, as itself where not."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
+        if len(parsed) != 1:
+            raise ConfigError(f"--set {said!r}: one assignment only; give --set once for each")
+        value = parsed["value"]
     except tomllib.TOMLDecodeError:
         if text.strip()[:1] in ("[", "{"):
             raise ConfigError(f"--set {said}: not a TOML value; text inside of [] or {{}} needs quotes") from None

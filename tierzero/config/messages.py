@@ -33,6 +33,9 @@ def nearest_key(where: tuple[str, ...], config: type[BaseModel]) -> str:
     sections = sections_of(config)
     name = where[-1]
     if len(where) == 1:
+        section, _, key = name.partition(".")
+        if section in sections and key in keys_of(sections[section]):
+            return f"sections are nested: {{{section!r}: {{{key!r}: ...}}}}"
         close = difflib.get_close_matches(name, sections, 1, 0.7)
         if close:
             return f"did you mean [{close[0]}]?"
@@ -41,7 +44,7 @@ def nearest_key(where: tuple[str, ...], config: type[BaseModel]) -> str:
     else:
         here = keys_of(sections[where[0]])
         advice = f"the keys of [{where[0]}] are {', '.join(here)}"
-        close = difflib.get_close_matches(name, here, 1, 0.7)
+        close = difflib.get_close_matches(name, here, 1, 0.6)
         if close:
             return f"did you mean {where[0]}.{close[0]}?"
     everywhere = [(key, section) for section, cls in sections.items() for key in keys_of(cls)]
@@ -90,4 +93,6 @@ def config_error(
     keys = [".".join(str(part) for part in error["loc"][:2]) for error in ordered]
     others = [key for key in dict.fromkeys(keys) if key and key != keys[0]]
     more = f" (wrong as well: {', '.join(others)})" if others else ""
-    return ConfigError(f"{(said or {}).get(keys[0], source)}: {_describe(ordered[0], config)}{more}")
+    text = _describe(ordered[0], config)  # begins with the key, also where a rule over several keys was broken
+    origin = next((how for key, how in (said or {}).items() if text.startswith(f"{key} ")), source)
+    return ConfigError(f"{origin}: {text}{more}")

@@ -47,6 +47,10 @@ def open_data(config: Config) -> DataSplit:
         validation = TokenStream(_files(data.validation, "data.validation", data.dtype, vocab), "data.validation")
     elif data.path is not None:
         training, validation = _hold_out(training, config.train.seq_len)
+    if len({stream.files[0].dtype.itemsize == 1 for stream in (training, validation) if stream.files}) > 1:
+        raise ConfigError(
+            "data.validation: one of data.path and data.validation is text, the other token ids; give one kind"
+        )
     for stream in (training, validation):
         stream.check_vocabulary(vocab)
 
@@ -113,10 +117,24 @@ def _files(patterns: Sequence[str], key: str, dtype: str, vocab: int) -> list[To
         named = dtype if dtype != "auto" else ("uint16" if vocab <= 2**16 else "uint32")
         element = np.dtype(named).newbyteorder("<")
     files = [TokenFile.open(path, element, key) for path in paths]
+    if dtype == "auto":
+        _check_width(files, key)
     if not any(file.tokens for file in files):
         named = f"{files[0].path} is" if len(files) == 1 else f"all {len(files)} files are"
         raise ConfigError(f"{key}: {named} empty; add data")
     return files
+
+
+def _check_width(files: Sequence[TokenFile], key: str) -> None:
+    """Ids below 65,536 that were written as uint32 read as uint16 with a zero after each."""
+    for file in files:
+        if file.dtype.itemsize != 2:
+            return
+        head = np.fromfile(file.path, file.dtype, min(file.tokens, 4096))
+        if len(head) >= 8 and not head[1::2].any() and head[::2].any():
+            raise ConfigError(
+                f"{key}: {file.path} looks like uint32 token ids (every second uint16 is 0); set data.dtype"
+            )
 
 
 def _matches(pattern: str, key: str) -> list[Path]:

@@ -128,7 +128,8 @@ class TokenStream:
 
 def unfit_token(key: str, token: int, vocab: int, where: str) -> ConfigError:
     """The error for a token id outside the vocabulary."""
+    other = ", or data.dtype if the file has another type" if token > 255 else ""
     return ConfigError(
         f"{key}: token id {token} ({where}) does not fit model.vocab = {vocab}; "
-        f"set model.vocab to at least {token + 1}, or data.dtype if the file has another type"
+        f"set model.vocab to at least {token + 1}{other}"
     )

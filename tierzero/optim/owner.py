@@ -68,6 +68,8 @@ class StepOwner(Protocol):
 
     def clip(self, max_norm: float) -> float: ...
 
+    def with_gradients(self) -> Sequence[OwnedParameter]: ...
+
 
 def owned(parameter: torch.Tensor) -> OwnedParameter | None:
     """The owner's view of a sharded parameter; None for any other tensor."""
@@ -82,3 +84,19 @@ def owner_of(model: nn.Module) -> StepOwner:
         if found is not None:
             return found.owner
     raise ConfigError("this model was not sharded with tierzero.shard, or it has no parameters")
+
+
+def owner_of_all(parameters: Iterable[torch.Tensor]) -> StepOwner:
+    """The runtime that owns ``parameters``, which must be all of its that have gradients. Raises ConfigError."""
+    given = [owned(parameter) for parameter in parameters]
+    owners = {id(found.owner): found.owner for found in given if found is not None}
+    if len(owners) != 1 or None in given:
+        raise ConfigError("clip_grad_norm_: takes a model sharded with tierzero.shard, or all of its parameters")
+    (owner,) = owners.values()
+    missing = [found.name for found in owner.with_gradients() if found not in given]
+    if missing:
+        raise ConfigError(
+            f"clip_grad_norm_: the norm is that of the whole model, but {missing[0]!r} is not among the parameters; "
+            "pass the model"
+        )
+    return owner

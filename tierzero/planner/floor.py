@@ -45,8 +45,9 @@ def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, fl
     nvme = budgets.nvme_capacity if budgets.nvme else 0
     if floor.nvme_state > nvme:
         raise BudgetError(
-            f"tiers.nvme: {floor.nvme_state:,} bytes of state are placed on nvme, where {nvme:,} have room at most "
-            "(tiers.nvme_limit, or the size of the drives); use a smaller model, more ranks or more drives",
+            f"tiers.nvme: {floor.nvme_state:,} bytes of state are placed on nvme, which holds {nvme:,} at most: "
+            "tiers.nvme_limit if that is set, else the drives' size; raise the limit, add drives or ranks, or place "
+            "less there",
             floor.nvme_state - nvme,
         )
     # Without a GPU and with no budget of its own, the device tier gets no state: its memory is the host's.

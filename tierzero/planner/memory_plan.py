@@ -159,6 +159,9 @@ def _check_fits(shape: ModelShape, plan: MemoryPlan, budgets: Budgets) -> None:
         if needed > limit:
             if budget is not None:
                 source, advice = f"tiers.{tier} = {budget:,} bytes per rank", f"raise tiers.{tier}"
+                if tier == "host" and budgets.sharers > 1:
+                    source = f"tiers.host, {budget:,} bytes for each of {budgets.sharers} ranks"
+                    advice = f"raise it by {budgets.sharers} times that"
             else:
                 source, advice = f"the {free:,} bytes of {tier} memory that are free", "use more ranks, free some"
             raise BudgetError(

@@ -55,6 +55,8 @@ class Budgets:
     host_free: int
     device_is_host: bool
     nvme: bool
+    sharers: int = 1
+    """Ranks on this node: the ``host`` that was configured is theirs together."""
     available: int = 1 << 62
     nvme_capacity: int = 1 << 62
 

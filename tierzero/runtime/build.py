@@ -25,6 +25,7 @@ from tierzero.planner.shape import Budgets, GroupShape, MemoryPlan, ModelShape, 
 from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit
 from tierzero.runtime.forward import install_forward
+from tierzero.runtime.refusals import install_refusals
 from tierzero.runtime.runtime import Machinery, Runtime
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState, slot_of
 from tierzero.runtime.zeroing import install_zero_grad
@@ -194,6 +195,7 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
         host_free,
         device.is_host,
         bool(tiers.nvme),
+        world.local_size,
         available,
         _nvme_capacity(config),
     )
@@ -315,6 +317,7 @@ def _install(runtime: Runtime, model: nn.Module, config: Config) -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: runtime.gradients.arrive(slot))
     install_zero_grad(runtime, model)
+    install_refusals(model)
     if not runtime.device.is_host:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):

@@ -122,6 +122,10 @@ class Gradients:
 
     def _collect(self, slot: SlotState, values: torch.Tensor) -> None:
         bucket = self._bucket(slot.group)
+        if self._collectives is None and slot.has_grad and slot.slot.index in bucket.arrived:
+            # Each addend onto what is accumulated, as where gradients are added in place: (a + b) + c, not a + (b + c).
+            self._put_away(slot.group.unit)
+            bucket = self._bucket(slot.group)
         part = bucket.flat.narrow(0, slot.slot.offset, slot.slot.numel)
         if slot.slot.index in bucket.arrived:
             part.add_(values)
@@ -233,7 +237,11 @@ class Gradients:
     # Reducing and putting away.
 
     def _dispatch(self, unit: UnitState) -> None:
-        """Sends the unit's buckets home; from here on they belong to the lane (several ranks) or to the engine."""
+        """Sends the unit's buckets home: its gradients are complete."""
+        self.on_unit_complete(unit, self._put_away(unit))
+
+    def _put_away(self, unit: UnitState) -> Future[None] | None:
+        """From here on the unit's buckets belong to the lane (several ranks) or to the engine."""
         state = self._arrivals[unit.index]
         state.dispatched = self._collectives is not None
         buckets, state.buckets = list(state.buckets.values()), {}
@@ -243,7 +251,7 @@ class Gradients:
                 work = [(bucket, self._note_arrivals(bucket)) for bucket in buckets]
                 future = self._home.send(unit, work)
                 self._in_flight[unit.index] = future
-        self.on_unit_complete(unit, future)
+        return future
 
     def _note_arrivals(self, bucket: Bucket) -> list[Arrival]:
         arrivals = []

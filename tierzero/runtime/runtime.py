@@ -20,6 +20,7 @@ from tierzero.errors import ConfigError
 from tierzero.optim.owner import HyperOf
 from tierzero.planner.shape import MemoryPlan
 from tierzero.runtime.access import zero_moments
+from tierzero.runtime.anticipation import Anticipation
 from tierzero.runtime.device import Device
 from tierzero.runtime.fixing import MomentOwners, Stepped, fixed_updates
 from tierzero.runtime.forward import SavedWeights
@@ -94,7 +95,7 @@ class Runtime:
         self.loss_scale = 1.0
         """What the loss was multiplied with before backward."""
         self.on_step_skipped: Callable[[bool], None] | None = None
-        self._updated_in_backward: set[int] = set()
+        self.anticipation = Anticipation()
         self._moments = MomentOwners(self._start_afresh)
         self._closed = False
         self._step_start = Counters()
@@ -132,7 +133,7 @@ class Runtime:
         self.require_open()
         if torch._C._current_graph_task_id() == -1:
             # Updates of a backward that no step followed: whether they failed must be known before going on.
-            self._settle_backward_updates(forget=False)
+            self._settle_backward_updates()
         self.engine.check()
         if torch._C._current_graph_task_id() == -1:
             self.gradients.recover()
@@ -172,6 +173,9 @@ class Runtime:
                 squares = float(self.collectives.small_sum(torch.tensor([squares], dtype=torch.float64))[0])
         return float(squares**0.5) / self.loss_scale
 
+    def with_gradients(self) -> list[SlotState]:
+        return [slot for slot in self.slots() if slot.has_grad]
+
     def clip(self, max_norm: float) -> float:
         """Fixes the factor that brings the global norm down to ``max_norm``; the update applies it. Returns the norm
         before clipping.
@@ -197,7 +201,9 @@ class Runtime:
         Returns False when a non-finite gradient of scaled training skipped it.
         """
         self.require_open()
-        self._settle_backward_updates(forget=False)
+        slots = list(slots)
+        self.anticipation.confirm(hyper_of, slots)
+        self._settle_backward_updates()
         self.engine.check()
         self.gradients.finish()
         applied = True
@@ -205,9 +211,9 @@ class Runtime:
             applied = self.grad_norm() < float("inf")
             self.on_step_skipped(not applied)
         if applied:
-            done = self._updated_in_backward
+            done = self.anticipation.units
             self._fix_updates([(s, hyper_of) for s in slots if s.has_grad and s.group.unit.index not in done])
-        self._settle_backward_updates()
+        self._spend_confirmed()
         self._end_step()
         return applied
 
@@ -258,7 +264,7 @@ class Runtime:
         self.gradients.finish()
         self.pager.settle()
         self._apply(self.groups())
-        self._settle_backward_updates(forget=False)
+        self._settle_backward_updates()
         with self.stalls.waiting("nvme_write"):
             self.engine.run(self.updater.drain())
         self.engine.check()
@@ -269,13 +275,14 @@ class Runtime:
         if (
             self.overlap != "backward"
             or unit.active
-            or unit.index in self._updated_in_backward
+            or unit.index in self.anticipation.units
             or all(slot.hyper_of is None for slot in unit.all_slots())
         ):
             return
-        self._fix_updates([(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None])
+        stepped = [(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None]
+        self._fix_updates(stepped)
         with self.engine.whole():
-            self._updated_in_backward.add(unit.index)
+            self.anticipation.assume(unit, stepped)
             for group in unit.groups:
                 spec, group.pending = group.pending, None
                 if spec is not None:
@@ -287,36 +294,32 @@ class Runtime:
             await asyncio.wrap_future(reduced)
         await self.updater.apply(group, spec)
 
-    def _settle_backward_updates(self, forget: bool = True) -> None:
-        """Raises what failed in updates that are done, and lets the gradients they used be overwritten once they are
-        all done.
-        """
+    def _settle_backward_updates(self) -> None:
+        """Waits for updates beside the backward; raises what failed in them."""
         busy = [group for group in self.groups() if group.updating is not None]
         with self.stalls.waiting("optimizer"):
             _wait_all([group.updating for group in busy if group.updating is not None])
         for group in busy:
             group.updating = None
-        if forget and self._updated_in_backward:
-            for unit in self.units:
-                if unit.index in self._updated_in_backward:
-                    for slot in unit.all_slots():
-                        slot.drop_gradient()
-            self._updated_in_backward.clear()
+
+    def _spend_confirmed(self) -> None:
+        """The gradients that confirmed updates have used may be overwritten."""
+        for unit in self.anticipation.take_confirmed(self.units):
+            for slot in unit.all_slots():
+                had = slot.has_grad
+                slot.drop_gradient()
+                slot.spent = had
 
     def _before_arrival(self, unit: UnitState) -> None:
         """A gradient must not overwrite one that a pending update still has to read."""
-        if unit.index in self._updated_in_backward:
-            raise ConfigError(
-                "a second backward before optimizer.step(): optimizer.overlap = 'backward' has already updated unit "
-                f"{unit.title!r}; "
-                "use overlap = 'forward' to accumulate gradients"
-            )
+        self.anticipation.check_arrival(unit)
         self.pager.settle(unit)
         if any(group.pending is not None for group in unit.groups):
             self._apply(unit.groups)
 
     def zero_grad(self, slots: Sequence[SlotState] | None = None) -> None:
         """Drops gradients; what a pending update still needs is kept until it has run."""
+        self.anticipation.check_dropped(self.slots() if slots is None else slots)
         self.gradients.drop(slots)
 
     # Bookkeeping.

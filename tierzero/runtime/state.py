@@ -89,6 +89,8 @@ class SlotState:
         """Of this rank's fragment of the gradient as it is stored."""
         self.clip_factor = 1.0
         """What clipping multiplies the stored gradient with."""
+        self.spent = False
+        """See `tierzero.runtime.anticipation`."""
 
     @property
     def name(self) -> str:
@@ -150,7 +152,7 @@ class SlotState:
         )
 
     def drop_gradient(self) -> None:
-        self.has_grad = False
+        self.has_grad = self.spent = False
         self.sum_of_squares = 0.0
         self.clip_factor = 1.0
 

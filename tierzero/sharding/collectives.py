@@ -3,7 +3,8 @@
 Gathers and reductions each have a process group and a thread of their own, so that a gather never waits behind a
 reduction. Within one of them work is done in the order of submission; callers submit in program order, which is the
 same on every rank. Before each collective the ranks compare tags (which unit they mean): ranks that use different
-units, which would hang or mix data, all get an error that names both.
+units, which would hang or mix data, all get an error that names both. Sums of a few values are ordered among the
+gathers, so that a rank which saves while another one trains is found out in the same way.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -55,6 +57,10 @@ class CommBytes:
 
 class RankMismatchError(TierZeroError, RuntimeError):
     """Ranks asked for different units at the same point of the program."""
+
+
+class RankLostError(TierZeroError, RuntimeError):
+    """Another rank has ended, or did not answer in time."""
 
 
 class _Worker:
@@ -115,10 +121,21 @@ def _host_wait(work: dist.Work | None, given_up: threading.Event) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # its own error, if it has one
+                with _lost_rank():
+                    work.wait()  # its own error, if it has one
                 return
             if given_up.is_set():
                 raise _closed() from None
+
+
+@contextmanager
+def _lost_rank() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(
+            f"lost contact with another rank, which has ended or hangs; its own message says why ({error})"
+        ) from error
 
 
 @dataclass
@@ -164,12 +181,22 @@ class Collectives:
         tags = torch.empty(self._world.size, dtype=torch.int64)
         _host_wait(_gather_into(tags, torch.tensor([unit]), lane.tags), lane.thread.given_up)
         if bool((tags != unit).any()):
-            asked = ", ".join(f"rank {rank}: {self._names[tag]!r}" for rank, tag in enumerate(tags.tolist()))
-            raise RankMismatchError(
-                f"ranks use different units at the same time ({asked}); make every rank run the same units in the "
-                "same order, "
-                "or put the modules that differ into one unit (sharding.units)"
+            raise RankMismatchError(self._difference(tags.tolist()))
+
+    def _difference(self, tags: Sequence[int]) -> str:
+        asked = ", ".join(
+            f"rank {rank}: {repr(self._names[tag]) if tag >= 0 else 'a call of every rank'}"
+            for rank, tag in enumerate(tags)
+        )
+        if min(tags) < 0:
+            return (
+                f"ranks do different things at the same time ({asked}); make backward and calls such as "
+                "clip_grad_norm_, step, full_state_dict and save_checkpoint on every rank, in the same order"
             )
+        return (
+            f"ranks use different units at the same time ({asked}); make every rank run the same units in the same "
+            "order, or put the modules that differ into one unit (sharding.units)"
+        )
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fills ``whole`` with all ranks' ``shard`` (which may be this rank's own part of ``whole``). Call only from
@@ -206,12 +233,18 @@ class Collectives:
         """Sum of a few host values over the ranks; from the training thread, at the same point on every rank. Not
         counted.
         """
-        dist.all_reduce(values, group=self._small)
-        return values
+        return self._small_reduce(values, dist.ReduceOp.SUM)
 
     def small_max(self, values: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._small)
-        return values
+        return self._small_reduce(values, dist.ReduceOp.MAX)
+
+    def _small_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        def reduce() -> torch.Tensor:
+            work = dist.all_reduce(values, op=op, group=self._small, async_op=True)
+            _host_wait(work, self._gather.thread.given_up)
+            return values
+
+        return self._submit(self._gather, _small_tag(values, op == dist.ReduceOp.MAX), reduce).result()
 
     def barrier(self) -> None:
         self.small_sum(torch.zeros(1))
@@ -219,7 +252,12 @@ class Collectives:
     def broadcast(self, values: torch.Tensor) -> None:
         """Rank 0's ``values`` (host memory) on every rank."""
         source = dist.get_global_rank(self._small, 0)
-        dist.broadcast(values, src=source, group=self._small)
+
+        def send() -> None:
+            work = dist.broadcast(values, src=source, group=self._small, async_op=True)
+            _host_wait(work, self._gather.thread.given_up)
+
+        self._submit(self._gather, _small_tag(values, False) - 2, send).result()
 
     def _wait(self, work: dist.Work | None, lane: _Lane) -> None:
         if self._host_data:
@@ -235,6 +273,11 @@ class Collectives:
         lanes = (self._gather.thread, self._reduce.thread)
         if self._world.group is not None and all(lane.clean for lane in lanes):
             give_back_groups(self._world.group, self._host_data, self._groups)
+
+
+def _small_tag(values: torch.Tensor, largest: bool) -> int:
+    """A tag for what belongs to no unit: below 0, and another one for another kind, type or number of values."""
+    return -(1 + largest + 4 * values.itemsize + 64 * values.numel())
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(minutes=30)
+"""Where the base group does not say its own."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,21 @@ def give_back_groups(base: dist.ProcessGroup, host_compute: bool, groups: GroupS
 def _make(base: dist.ProcessGroup, host_compute: bool, serial: int) -> GroupSet:
     ranks = dist.get_process_group_ranks(base)
     data = "gloo" if host_compute else None
+    timeout = _timeout_of(base)
     everyone = len(ranks) == dist.get_world_size()
 
     def new(backend: str | None) -> dist.ProcessGroup:
         # Among a part of the processes only those take part: the others may shard other models, or none.
-        group = dist.new_group(ranks=ranks, backend=backend, timeout=_TIMEOUT, use_local_synchronization=not everyone)
+        group = dist.new_group(ranks=ranks, backend=backend, timeout=timeout, use_local_synchronization=not everyone)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     return GroupSet(serial, new(data), new("gloo"), new(data), new("gloo"), new("gloo"))
+
+
+def _timeout_of(base: dist.ProcessGroup) -> timedelta:
+    """What the user gave to ``init_process_group``, as far as the backend tells."""
+    device = next(iter(base._device_types), None)
+    options = getattr(base._get_backend(device), "options", None) if device is not None else None
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else _TIMEOUT

@@ -19,7 +19,7 @@ from tierzero.errors import ConfigError
 LARGE_LEAF = 256 * 1024
 """Elements. A leaf module outside every chosen unit that holds at least this many is gathered by itself."""
 
-UnitChoice = Sequence[type[nn.Module] | str] | None
+UnitChoice = Sequence[type[nn.Module] | str] | type[nn.Module] | str | None
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,12 @@ def find_units(model: nn.Module, choice: UnitChoice) -> list[UnitSpec]:
     """The units of ``model`` in the order of its modules, the root first; units without parameters of their own are
     left out.
 
-    ``choice`` lists classes, class names, or dotted-name patterns (``"layers.*"``); None takes the repeated blocks.
+    ``choice`` lists classes, class names, or dotted-name patterns (``"layers.*"``), or is one of them; None takes the
+    repeated blocks.
     Raises ConfigError for an entry that matches no module.
     """
+    if isinstance(choice, str | type):
+        choice = (choice,)
     chosen = _repeated_blocks(model) if choice is None else _matching(model, choice)
     chosen |= _large_leaves(model, chosen)
     chosen.add("")

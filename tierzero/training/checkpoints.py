@@ -51,16 +51,18 @@ def check_directory(config: Config) -> None:
         raise ConfigError(f"checkpoint.dir: cannot write to {directory}: permission denied")
 
 
-def set_aside_later(directory: Path, start: int) -> Path | None:
-    """Moves checkpoints from after step ``start``, where this run begins, into a folder of their own; returns that.
+def set_aside_others(directory: Path, resume: Path | None, start: int) -> Path | None:
+    """Moves checkpoints that a run going on from ``resume``, at step ``start``, does not continue into a folder of
+    their own; returns that.
 
-    They belong to another run, or to a part of this one that is given up: left there, they would be overwritten one by
-    one, and be what ``--resume auto`` finds.
+    They belong to another run, or are from after ``start``, a part of this one that is given up. Left there, they would
+    be overwritten or removed one by one, and be what ``--resume auto`` finds.
     """
-    later = [path for path in all_in(directory) if _step_of(path) > start]
+    own = resume is not None and resume.resolve().parent == directory.resolve()
+    later = [path for path in all_in(directory) if not own or _step_of(path) > start]
     if not later:
         return None
-    aside = next(path for number in itertools.count(1) if not (path := directory / f"earlier-{number}").exists())
+    aside = next(p for number in itertools.count(1) if not os.path.lexists(p := directory / f"earlier-{number}"))
     aside.mkdir()
     for path in later:
         path.rename(aside / path.name)
@@ -74,6 +76,8 @@ def to_resume(config: Config, wanted: str | None) -> Path | None:
     """
     if wanted is None:
         return None
+    if not wanted.strip():
+        raise ConfigError("--resume: the path is empty; give a checkpoint folder, or auto for the newest")
     if wanted == "auto":
         return _newest(config.checkpoint.dir)
     path = Path(wanted).expanduser()

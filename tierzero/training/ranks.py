@@ -58,14 +58,15 @@ def micro_batches(config: Config, ranks: Ranks) -> tuple[int, int]:
     batch, world = config.train.batch_size, ranks.world_size
     if batch % world:
         raise ConfigError(
-            f"{config.source}: train.batch_size = {batch} cannot be divided among {world} ranks; "
+            f"{config.origin('train.batch_size')}: train.batch_size = {batch} cannot be divided among {world} ranks; "
             f"set it to a multiple of {world} or start another number of ranks"
         )
     share = batch // world
     micro = config.train.micro_batch or share
     if share % micro:
+        origin = config.origin("train.micro_batch", "train.batch_size")
         raise ConfigError(
-            f"{config.source}: train.micro_batch = {micro} does not divide the {share} sequences of a rank "
+            f"{origin}: train.micro_batch = {micro} does not divide the {share} sequences of a rank "
             f"(train.batch_size = {batch} over {world} ranks); choose one that does"
         )
     return micro, share // micro

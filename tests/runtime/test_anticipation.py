@@ -1,0 +1,110 @@
+"""``overlap = "backward"`` in loops that do not take the step it has anticipated: refused, never silently different."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tierzero as tz
+
+from ..support.oracle import Case, built, config, sharded
+from ..support.zoo import Block, Stack, regression
+
+STACK = Case(Stack, regression, (Block,))
+BACKWARD = {"optimizer": {"overlap": "backward"}, "train": {"grad_clip": 0}}
+Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def given_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    optimizer.zero_grad()
+
+
+def given_up_by_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    model.zero_grad()
+
+
+def stepped_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    optimizer.step()
+    optimizer.step()
+
+
+def not_zeroed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        regression(model, step, 0).backward()
+        optimizer.step()
+
+
+def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        regression(model, step, 0).backward()
+
+
+def changed_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+
+
+LOOPS: dict[Loop, str] = {
+    given_up: "gradients are dropped",
+    given_up_by_the_model: "gradients are dropped",
+    stepped_twice: "a second optimizer.step",
+    not_zeroed: "without zero_grad",
+    accumulated: "a second backward before",
+    changed_late: "hyperparameters of .* were changed",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_without_the_anticipated_step_is_refused(tmp_path: Path, loop: Loop) -> None:
+    with sharded(built(STACK), config(tmp_path, **BACKWARD), STACK.units) as model:
+        optimizer = tz.AdamW(model.parameters(), lr=0.01)
+        with pytest.raises(tz.ConfigError, match=rf"{LOOPS[loop]}.*use 'forward'"):
+            loop(model, optimizer)
+
+
+def test_a_checkpoint_makes_it_good_again(tmp_path: Path) -> None:
+    with sharded(built(STACK), config(tmp_path, **BACKWARD), STACK.units) as model:
+        optimizer = tz.AdamW(model.parameters(), lr=0.01)
+        tz.save_checkpoint(model, optimizer, tmp_path / "saved")
+        before = tz.full_state_dict(model)
+        with pytest.raises(tz.ConfigError):
+            given_up(model, optimizer)
+        tz.load_checkpoint(model, optimizer, tmp_path / "saved")
+        assert all(torch.equal(value, before[key]) for key, value in tz.full_state_dict(model).items())
+        regression(model, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_two_optimizers_each_confirm_their_own(tmp_path: Path) -> None:
+    found = []
+    for settings in (BACKWARD, {"optimizer": {"overlap": "none"}}):
+        with sharded(built(STACK), config(tmp_path, **settings), STACK.units) as model:
+            first = tz.AdamW(model.blocks[0].parameters(), lr=0.01)
+            rest = tz.AdamW([p for name, p in model.named_parameters() if not name.startswith("blocks.0")], lr=0.02)
+            for step in range(3):
+                regression(model, step, 0).backward()
+                for optimizer in (first, rest):
+                    optimizer.step()
+                for optimizer in (first, rest):
+                    optimizer.zero_grad()
+            found.append(tz.full_state_dict(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_one_of_two_optimizers_that_does_not_step_is_missed(tmp_path: Path) -> None:
+    with sharded(built(STACK), config(tmp_path, **BACKWARD), STACK.units) as model:
+        first = tz.AdamW(model.blocks[0].parameters(), lr=0.01)
+        second = tz.AdamW(model.blocks[1].parameters(), lr=0.01)
+        regression(model, 0, 0).backward()
+        second.step()
+        with pytest.raises(tz.ConfigError, match=r"no optimizer\.step"):
+            first.zero_grad()
