@@ -71,7 +71,9 @@ class Pager:
         collectives: Collectives | None,
         depth: int,
         stalls: Stalls,
+        reads_ahead: bool = False,
     ) -> None:
+        self._reads_ahead = reads_ahead
         self._units = units
         self._arena = arena
         self._engine = engine
@@ -101,11 +103,16 @@ class Pager:
 
     def prefetch(self) -> None:
         """Starts fetches of the next units of the trace, as many as the depth and the arena's free or less urgent
-        memory allow.
+        memory allow. What comes after a backward waits for its update: of that, the state is read ahead.
         """
         if self._depth == 0:
             return
-        for index in self.trace.upcoming(self._depth):
+        in_backward = self._reads_ahead and torch._C._current_graph_task_id() != -1
+        left = self.trace.left()
+        for ahead, index in enumerate(self.trace.upcoming(self._depth)):
+            if in_backward and ahead >= left:
+                self._updater.read_ahead([group for unit in self.trace.order() for group in self._units[unit].groups])
+                return
             if self._records[index].state is Paging.AWAY and not self._start(
                 self._units[index], Priority.PREFETCH, required=False
             ):

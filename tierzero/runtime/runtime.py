@@ -65,7 +65,7 @@ class Runtime:
         self.input_dtype = parts.input_dtype
         self.stalls = Stalls()
         self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device)
-        self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device)
+        self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device, parts.plan.staging_tile)
         self.pager = Pager(
             units,
             parts.pools["arena"],
@@ -75,6 +75,7 @@ class Runtime:
             parts.collectives,
             parts.plan.prefetch,
             self.stalls,
+            reads_ahead=parts.overlap != "backward",
         )
         self.gradients = Gradients(
             units,
@@ -353,6 +354,8 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        with contextlib.suppress(Exception):  # a broken engine has closed what it could
+            self.engine.run(self.tile_io.discard_ahead())
         self.gradients.close()
         if self.collectives is not None:
             self.collectives.close()

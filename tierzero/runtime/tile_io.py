@@ -2,6 +2,10 @@
 
 An open tile owns at most one staging buffer. It takes everything it needs in one acquisition and waits for nothing
 else while it holds it (but its own transfers), which is why tiles can never deadlock on the staging budget.
+
+Tiles read ahead (`TileIO.read_ahead`) are open, and nobody's, until somebody opens them. They are the first ones of the
+next step, read while the backward still runs, when the drive has little to do. They hold only memory that is free and
+leave enough of it for others to go on without theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import torch
 
 from tierzero.runtime.device import Device
 from tierzero.runtime.state import GroupState, Home, Tile
-from tierzero.tiers import Buffer, Lease, MemoryPool, Priority, Tier, TieredStore, page_round
+from tierzero.tiers import Buffer, Lease, MemoryPool, Priority, Residency, Tier, TieredStore, page_round
 
 
 class Parts(Flag):
@@ -56,17 +60,24 @@ class TileIO:
         self._store = store
         self.staging = staging
         self._device = device
+        self._ahead: dict[int, asyncio.Task[OpenTile | None]] = {}
+        """Tiles read ahead, by identity. A task ends with None when the read failed."""
 
     async def open(self, group: GroupState, tile: Tile, parts: Parts, priority: Priority) -> OpenTile:
         """Pages in what is not in memory and returns views of it all. Raises TierError when a read fails."""
         wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
         staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
-        opened = OpenTile(tile)
-        if staged:
+        opened = await self._take_ahead(tile)
+        if opened is not None and parts is not Parts.ALL:
+            self.close(opened)
+            opened = None
+        missing = staged if opened is None else [(kind, home) for kind, home in staged if not _is_ahead(kind, home)]
+        opened = opened or OpenTile(tile)
+        if staged and opened.staging is None:
             opened.staging = await self.staging.acquire(sum(page_round(home.nbytes) for _, home in staged))
         try:
             places = self._lay_out([home for _, home in staged])
-            await self._page_in(opened, staged, places, priority)
+            await self._page_in(opened, missing, places, priority)
         except BaseException:
             self.close(opened)  # one of two reads may have succeeded: its lease must end too
             raise
@@ -74,8 +85,59 @@ class TileIO:
             self._bind(group, opened, kind, home, places.get(id(home)))
         return opened
 
+    def read_ahead(self, tile: Tile, reserve: int) -> bool:
+        """On the loop: begins to read what of the tile's state lies on nvme, laid out as for the whole tile. False when
+        ``reserve`` bytes would not be left free.
+        """
+        staged = [(k, h) for k, h in self._homes(tile, Parts.ALL) if h is not None and not self._addressable(h)]
+        state = [home for kind, home in staged if _is_ahead(kind, home)]
+        if not state or id(tile) in self._ahead or any(h.stored.residency is not Residency.AT_HOME for h in state):
+            return True
+        nbytes = sum(page_round(home.nbytes) for _, home in staged)
+        if self.staging.free < nbytes + reserve or (buffer := self.staging.try_allocate(nbytes)) is None:
+            return False
+        work = self._read_ahead(OpenTile(tile, staging=buffer), state, self._lay_out([home for _, home in staged]))
+        self._ahead[id(tile)] = self._store.engine.spawn(work)
+        return True
+
+    async def _read_ahead(self, opened: OpenTile, state: list[Home], places: dict[int, int]) -> OpenTile | None:
+        try:
+            await self._read_state(opened, state, places, Priority.PREFETCH)
+        except BaseException as error:
+            self.close(opened)
+            if isinstance(error, Exception):
+                return None  # whoever opens the tile reads it again, and sees the failure if it lasts
+            raise
+        return opened
+
+    async def discard_ahead(self, tile: Tile | None = None) -> None:
+        """Gives back what was read ahead of a tile, or of all."""
+        for key in list(self._ahead) if tile is None else [id(tile)]:
+            opened = await self._take_ahead_by(key)
+            if opened is not None:
+                self.close(opened)
+
+    async def _take_ahead(self, tile: Tile) -> OpenTile | None:
+        return await self._take_ahead_by(id(tile)) if self._ahead else None
+
+    async def _take_ahead_by(self, key: int) -> OpenTile | None:
+        task = self._ahead.pop(key, None)
+        if task is None:
+            return None
+        try:
+            return await asyncio.shield(task)
+        except BaseException:
+            task.add_done_callback(self._close_forgotten)
+            raise
+
+    def _close_forgotten(self, task: asyncio.Task[OpenTile | None]) -> None:
+        opened = None if task.cancelled() or task.exception() is not None else task.result()
+        if opened is not None:
+            self.close(opened)
+
     async def open_fresh(self, group: GroupState, tile: Tile, parts: Parts) -> OpenTile:
         """Like `open`, but reads nothing: the opener fills every byte, then calls `store_fresh`."""
+        await self.discard_ahead(tile)
         wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
         staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
         opened = OpenTile(tile)
@@ -217,6 +279,10 @@ class TileIO:
             for segment in group.fmt.optimizer:
                 opened.optimizer[segment.name] = view(segment.dtype, skip)
                 skip += numel * segment.itemsize
+
+
+def _is_ahead(kind: Parts, home: Home) -> bool:
+    return kind in Parts.STATE and home.tier is Tier.NVME
 
 
 def _on_device(home: Home) -> bool:

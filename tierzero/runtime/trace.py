@@ -8,6 +8,9 @@ and is as much as a whole training step.
 
 from __future__ import annotations
 
+_LONGEST = 1 << 20
+"""Accesses of one step. Without steps (inference) the recording would grow for ever."""
+
 
 class AccessTrace:
     """Records accesses, by unit index, and foretells them. Repeated accesses to one unit in a row count once."""
@@ -23,7 +26,8 @@ class AccessTrace:
         """Notes that ``unit`` is used now."""
         if self._recording and self._recording[-1] == unit:
             return
-        self._recording.append(unit)
+        if len(self._recording) < _LONGEST:
+            self._recording.append(unit)
         if not self._trace:
             return
         if self._trace[self._cursor] == unit:
@@ -50,6 +54,16 @@ class AccessTrace:
                 if len(found) == count:
                     break
         return found
+
+    def left(self) -> int:
+        """How many different units are still to come in the step that runs, by the trace; 0 after its last access."""
+        if self._recording and self._cursor == 0:
+            return 0
+        return len(dict.fromkeys(self._trace[self._cursor :]))
+
+    def order(self) -> list[int]:
+        """The units in the order of their first use in a step."""
+        return list(dict.fromkeys(self._trace))
 
     def distance(self, unit: int) -> int:
         """How many accesses away the next use of ``unit`` is; beyond the trace's length when it is not in it."""

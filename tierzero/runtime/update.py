@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 
 from tierzero.optim.kernel import update as update_on_host
 from tierzero.optim.reference import update_reference
+from tierzero.planner.buffers import FEWEST_STAGING_TILES
 from tierzero.runtime.device import Device, Event
 from tierzero.runtime.state import GroupState, Home, Tile, UpdateSpec
 from tierzero.runtime.tile_io import OpenTile, Parts, TileIO
@@ -45,11 +46,15 @@ class Updater:
     did.
     """
 
-    def __init__(self, engine: IoEngine, store: TieredStore, tile_io: TileIO, device: Device) -> None:
+    def __init__(
+        self, engine: IoEngine, store: TieredStore, tile_io: TileIO, device: Device, staging_tile: int = 0
+    ) -> None:
         self._engine = engine
         self._store = store
         self._tile_io = tile_io
         self._device = device
+        self._reserve = FEWEST_STAGING_TILES * staging_tile
+        """Bytes of staging that reading ahead leaves free: with so many every update gets on."""
         self._writing: set[asyncio.Task[None]] = set()
         self.kernel_seconds = 0.0
         self.updated = 0
@@ -90,6 +95,16 @@ class Updater:
                 raise result
             events.extend(result)
         return events
+
+    def read_ahead(self, groups: Sequence[GroupState]) -> None:
+        """Begins to read the first tiles of the next step, as many as find room. ``groups`` are in the order of use."""
+        self._engine.submit(self._read_ahead(groups))
+
+    async def _read_ahead(self, groups: Sequence[GroupState]) -> None:
+        for group in groups:
+            for tile in group.tiles if group.fmt is not None else ():
+                if not self._tile_io.read_ahead(tile, self._reserve):
+                    return
 
     async def drain(self) -> None:
         """Waits for every write-back begun so far; raises the first failure."""
@@ -184,6 +199,7 @@ class Updater:
     async def _read_weights(
         self, group: GroupState, tile: Tile, destination: Destination, priority: Priority
     ) -> list[Event]:
+        await self._tile_io.discard_ahead(tile)
         home = tile.weight
         target = destination.tensor(group.layout.dtype, tile.span.numel, tile.span.start)
         if home.tier is not Tier.NVME:
