@@ -142,8 +142,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
     Keys: ``parameters`` (elements), ``state_bytes``, ``tier_bytes`` and ``peak_tier_bytes`` {device, host, nvme},
     ``nvme_read_bytes``, ``nvme_write_bytes``, ``comm_bytes`` {all_gather, reduce_scatter, all_reduce}, ``stall_s``
-    {nvme_read, nvme_write, gather, optimizer, host_budget}, ``placement`` (bytes of each kind of state per tier) and
-    ``prefetch``, ``tile`` (elements). All are this rank's.
+    {nvme_read, nvme_write, gather, optimizer, host_budget}, ``step_s`` (from the step's first forward to the end of
+    ``optimizer.step()``) and ``compute_s``, the part of it that is no stall, ``placement`` (bytes of each kind of state
+    per tier) and ``prefetch``, ``tile`` (elements). All are this rank's.
     """
     runtime = runtime_of(model)
     placement: dict[str, dict[str, int]] = {}
@@ -162,6 +163,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
         "prefetch": runtime.plan.prefetch,
         "tile": runtime.plan.tile,
         **runtime.last_step.as_dict(),
+        "compute_s": runtime.last_step.compute_s,
     }
 
 

@@ -221,7 +221,7 @@ class Pager:
             "gather" if self._collectives is not None and any(g.layout.parts > 1 for g in unit.groups) else "nvme_read"
         )
         try:
-            with self._stalls.waiting(kind):
+            with self._stalls.waiting(kind, self._updater.room):
                 events = [event for done in fetch.done for event in done.result()]
         except BaseException:
             self._abandon(record, fetch)

@@ -99,8 +99,9 @@ class Runtime:
         self.anticipation = Anticipation()
         self._moments = MomentOwners(self._start_afresh)
         self._closed = False
-        self._step_start = Counters()
-        self.last_step = Counters()
+        self._step_start = self._step_began = Counters()
+        self._between_steps = True
+        self.last_step = Counters(step_s=0.0)
         self.steps = 0
 
     @property
@@ -138,6 +139,9 @@ class Runtime:
         self.engine.check()
         if torch._C._current_graph_task_id() == -1:
             self.gradients.recover()
+        if self._between_steps and torch.is_grad_enabled():
+            # Bytes are counted from step to step, as the next one's reads begin early; time is the step's own.
+            self._step_began, self._between_steps = self.counters(), False
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """fp32 tensors among the model's inputs in the dtype that the model was converted to."""
@@ -245,7 +249,8 @@ class Runtime:
         else:
             self.pager.prefetch()
         now = self.counters()
-        self.last_step, self._step_start = now.since(self._step_start), now
+        self.last_step, self._step_start = now.since(self._step_start, self._step_began), now
+        self._between_steps = True
 
     def _apply(self, groups: Iterable[GroupState]) -> None:
         """Applies pending updates now, without gathering; waits for the updates, not for their write-back."""

@@ -10,6 +10,27 @@ from dataclasses import asdict, dataclass, field
 STALL_KINDS = ("nvme_read", "nvme_write", "gather", "optimizer", "host_budget")
 
 
+class RoomClock:
+    """Seconds in which a tile stood in line for staging memory while all that had some were being written home: more
+    memory, not a faster read, would have helped. Changed on the engine's loop, read from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = self._holding = self._writing = 0
+        self._total, self._changed = 0.0, time.perf_counter()
+
+    def change(self, *, waiting: int = 0, holding: int = 0, writing: int = 0) -> None:
+        """So many tiles more (or fewer) are in that state."""
+        self._total, self._changed = self.seconds(), time.perf_counter()
+        self._waiting += waiting
+        self._holding += holding
+        self._writing += writing
+
+    def seconds(self) -> float:
+        blocked = self._waiting > 0 and self._writing >= self._holding
+        return self._total + (time.perf_counter() - self._changed if blocked else 0.0)
+
+
 class Stalls:
     """Seconds that the training thread spent waiting, by what for. Nested waits count once, for the outermost."""
 
@@ -18,33 +39,48 @@ class Stalls:
         self._depth = 0
 
     @contextmanager
-    def waiting(self, kind: str) -> Iterator[None]:
-        started = time.perf_counter()
+    def waiting(self, kind: str, room: RoomClock | None = None) -> Iterator[None]:
+        """What of the wait ``room`` counts is a wait for ``host_budget``."""
+        started, before = time.perf_counter(), room.seconds() if room is not None else 0.0
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self.seconds[kind] += time.perf_counter() - started
+                elapsed = time.perf_counter() - started
+                for_room = min(elapsed, room.seconds() - before) if room is not None else 0.0
+                self.seconds["host_budget"] += for_room
+                self.seconds[kind] += elapsed - for_room
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Totals since the model was sharded. Bytes, and seconds for ``stall_s``."""
+    """Totals since the model was sharded. Bytes, and seconds for ``stall_s`` and ``step_s`` (of a clock: differences
+    count).
+    """
 
     nvme_read_bytes: int = 0
     nvme_write_bytes: int = 0
     comm_bytes: dict[str, int] = field(default_factory=lambda: {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0})
     stall_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALL_KINDS, 0.0))
 
-    def since(self, before: Counters) -> Counters:
+    step_s: float = field(default_factory=time.perf_counter)
+
+    def since(self, before: Counters, began: Counters) -> Counters:
+        """What was moved since ``before``, and the time since ``began``."""
         return Counters(
             self.nvme_read_bytes - before.nvme_read_bytes,
             self.nvme_write_bytes - before.nvme_write_bytes,
             {name: value - before.comm_bytes[name] for name, value in self.comm_bytes.items()},
-            {name: value - before.stall_s[name] for name, value in self.stall_s.items()},
+            {name: value - began.stall_s[name] for name, value in self.stall_s.items()},
+            self.step_s - began.step_s,
         )
+
+    @property
+    def compute_s(self) -> float:
+        """What of a step's time was not waiting."""
+        return max(0.0, self.step_s - sum(self.stall_s.values()))
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

@@ -20,6 +20,7 @@ import torch
 
 from tierzero.runtime.device import Device
 from tierzero.runtime.state import GroupState, Home, Tile
+from tierzero.runtime.stats import RoomClock
 from tierzero.tiers import Buffer, Lease, MemoryPool, Priority, Residency, Tier, TieredStore, page_round
 
 
@@ -60,6 +61,7 @@ class TileIO:
         self._store = store
         self.staging = staging
         self._device = device
+        self.room = RoomClock()
         self._ahead: dict[int, asyncio.Task[OpenTile | None]] = {}
         """Tiles read ahead, by identity. A task ends with None when the read failed."""
 
@@ -74,7 +76,7 @@ class TileIO:
         missing = staged if opened is None else [(kind, home) for kind, home in staged if not _is_ahead(kind, home)]
         opened = opened or OpenTile(tile)
         if staged and opened.staging is None:
-            opened.staging = await self.staging.acquire(sum(page_round(home.nbytes) for _, home in staged))
+            opened.staging = await self._acquire(sum(page_round(home.nbytes) for _, home in staged))
         try:
             places = self._lay_out([home for _, home in staged])
             await self._page_in(opened, missing, places, priority)
@@ -96,6 +98,7 @@ class TileIO:
         nbytes = sum(page_round(home.nbytes) for _, home in staged)
         if self.staging.free < nbytes + reserve or (buffer := self.staging.try_allocate(nbytes)) is None:
             return False
+        self.room.change(holding=1)
         work = self._read_ahead(OpenTile(tile, staging=buffer), state, self._lay_out([home for _, home in staged]))
         self._ahead[id(tile)] = self._store.engine.spawn(work)
         return True
@@ -142,7 +145,7 @@ class TileIO:
         staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
         opened = OpenTile(tile)
         if staged:
-            opened.staging = await self.staging.acquire(sum(page_round(home.nbytes) for _, home in staged))
+            opened.staging = await self._acquire(sum(page_round(home.nbytes) for _, home in staged))
         places = self._lay_out([home for _, home in staged])
         for kind, home in wanted:
             self._bind(group, opened, kind, home, places.get(id(home)))
@@ -169,6 +172,8 @@ class TileIO:
 
     async def write_back(self, opened: OpenTile, priority: Priority = Priority.WRITE_BACK) -> None:
         """Writes weight and optimizer state home where they were staged, then closes the tile."""
+        writing = int(opened.staging is not None)
+        self.room.change(writing=writing)
         try:
             for device_memory, copy in opened.mirrors:
                 event = self._device.copy_in(device_memory, copy, self._device.now())
@@ -179,6 +184,7 @@ class TileIO:
                 opened.lease = None
         finally:
             # A failed write leaves the object DIRTY for good: the engine's failure ends the run.
+            self.room.change(writing=-writing)
             self._release(opened)
 
     def close(self, opened: OpenTile) -> None:
@@ -205,7 +211,18 @@ class TileIO:
         opened.mirrors.clear()
         if opened.staging is not None:
             staging, opened.staging = opened.staging, None
+            self.room.change(holding=-1)
             self.staging.release(staging)
+
+    async def _acquire(self, nbytes: int) -> Buffer:
+        self.room.change(waiting=1)
+        taken = 0
+        try:
+            buffer = await self.staging.acquire(nbytes)
+            taken = 1
+        finally:
+            self.room.change(waiting=-1, holding=taken)
+        return buffer
 
     def _addressable(self, home: Home) -> bool:
         buffer = home.stored.buffer

@@ -21,6 +21,7 @@ from tierzero.optim.reference import update_reference
 from tierzero.planner.buffers import FEWEST_STAGING_TILES
 from tierzero.runtime.device import Device, Event
 from tierzero.runtime.state import GroupState, Home, Tile, UpdateSpec
+from tierzero.runtime.stats import RoomClock
 from tierzero.runtime.tile_io import OpenTile, Parts, TileIO
 from tierzero.tiers import PAGE, Buffer, IoEngine, Priority, Tier, TieredStore, page_round
 
@@ -58,6 +59,10 @@ class Updater:
         self._writing: set[asyncio.Task[None]] = set()
         self.kernel_seconds = 0.0
         self.updated = 0
+
+    @property
+    def room(self) -> RoomClock:
+        return self._tile_io.room
 
     async def bring(
         self, group: GroupState, spec: UpdateSpec | None, destination: Destination | None, priority: Priority

@@ -54,10 +54,12 @@ def summarise(totals: Totals, stats: Mapping[str, Any], state_bytes: int, peak_r
             )
         else:
             lines.append("nvme     not used")
+        computing = totals.seconds - sum(totals.stalls.values())
         waits = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in totals.stalls.items() if seconds >= 0.05)
         lines.append(
             f"time     {totals.steps} steps in {duration(totals.seconds)}, "
-            f"{totals.tokens / totals.seconds:,.0f} tokens/s; waiting: {waits or 'nothing'}"
+            f"{totals.tokens / totals.seconds:,.0f} tokens/s: "
+            f"computing {duration(computing)}, waiting for {waits or 'nothing'}"
         )
     lines.append(f"memory   peak RSS {amount(peak_rss)}{over}")
     return lines
