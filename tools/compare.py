@@ -1,20 +1,26 @@
 #!/usr/bin/env python3
-"""Compares TierZero with plain PyTorch and FSDP2's CPU offload on the same model, data and seed.
+"""Compares TierZero with plain PyTorch, FSDP2's CPU offload and DeepSpeed ZeRO-3 on the same model, data and seed.
 
     python tools/compare.py --size 125m --nvme /scratch --rounds 3
 
-Prints a Markdown table (medians over all rounds, ratios to the first system) on stdout; progress goes to stderr.
+Prints a Markdown table (medians over all rounds, ratios to the first system) on stdout; progress goes to stderr. The
+bound of a step is the larger of the first system's step and the bytes moved at the rate that plain reads and writes
+reach on the drive, measured in the same run. DeepSpeed takes part where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 
-from tierzero.profiling.compare import SIZES, VARIANTS, compare, table
+from tierzero.profiling.compare import SIZES, VARIANTS, bound, compare, parse_settings, table
+from tierzero.profiling.disk_rate import mixed_rate
 from tierzero.profiling.systems import Workload
 
 
@@ -37,24 +43,36 @@ def main() -> None:
         "--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="configuration for tierzero"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw step times and memory (needs matplotlib)")
     options = parser.parse_args()
     for name in options.systems:
         if name not in VARIANTS:
             parser.error(f"unknown system {name!r}: choose from {', '.join(VARIANTS)}")
-    config: dict[str, dict[str, object]] = {}
-    for item in options.set:
-        key, _, value = item.partition("=")
-        section, _, name = key.partition(".")
-        config.setdefault(section, {})[name] = json.loads(value)
+    for package, needed in (("deepspeed", "deepspeed-nvme" in options.systems), ("matplotlib", options.plot)):
+        if needed and find_spec(package) is None:
+            parser.error(f"{package} is not installed here: pip install {package}")
     with tempfile.TemporaryDirectory(dir=options.nvme or ".") as folder:
         work = Workload(
             system="plain", steps=options.steps, warmup=options.warmup, batch=options.batch, seq_len=options.seq_len,
-            nvme=folder, config=config, **SIZES[options.size],
+            nvme=folder, config=parse_settings(options.set), **SIZES[options.size],
         )  # fmt: skip
+        rates = [mixed_rate(folder)]
         rows = compare(
             work, options.systems, options.rounds, progress=lambda text: print(text, file=sys.stderr, flush=True)
         )
-    print(json.dumps({"rows": [asdict(row) for row in rows]}) if options.json else table(rows))
+        rates.append(mixed_rate(folder))
+    rate = statistics.mean(rates)
+    if options.plot:
+        from tierzero.profiling.plot import draw_comparison
+
+        draw_comparison(rows, options.plot)
+    if options.json:
+        bounds = {row.name: bound(row, rows[0].step_s, rate) for row in rows}
+        print(json.dumps({"disk_bytes_per_s": rate, "bound_s": bounds, "rows": [asdict(row) for row in rows]}))
+        return
+    print(table(rows, rate))
+    shown = ", ".join(f"{value / 1e9:.2f}" for value in rates)
+    print(f"\ndrive, plain reads and writes at once, before and after: {shown} GB/s")
 
 
 if __name__ == "__main__":

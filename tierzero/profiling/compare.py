@@ -20,6 +20,7 @@ SIZES: dict[str, dict[str, int]] = {
     "125m": {"dim": 768, "layers": 12, "heads": 12, "vocab": 25600},
     "350m": {"dim": 1024, "layers": 24, "heads": 16, "vocab": 25600},
     "1.3b": {"dim": 2048, "layers": 24, "heads": 16, "vocab": 25600},
+    "3b": {"dim": 2688, "layers": 34, "heads": 21, "vocab": 25600},
 }
 _ALL = ("params", "optimizer", "gradients")
 
@@ -31,6 +32,7 @@ def _placed(params: str, optimizer: str, gradients: str) -> dict[str, Any]:
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
     "fsdp2": ("fsdp2", {}),
+    "deepspeed-nvme": ("deepspeed", {}),
     "tierzero-host": ("tierzero", _placed("host", "host", "host")),
     "tierzero-optimizer-nvme": ("tierzero", _placed("host", "nvme", "host")),
     "tierzero-nvme": ("tierzero", _placed("nvme", "nvme", "host")),
@@ -60,7 +62,7 @@ def run_once(work: Workload) -> dict[str, Any]:
         [sys.executable, "-m", "tierzero.profiling.systems", json.dumps(asdict(work))],
         capture_output=True,
         text=True,
-        env=_environment(),
+        env=environment(),
     )
     if done.returncode != 0:
         raise TierZeroError(
@@ -70,8 +72,22 @@ def run_once(work: Workload) -> dict[str, Any]:
     return outcome
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of a measured process."""
     return {**os.environ, "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")}
+
+
+def parse_settings(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """``section.key=JSON`` assignments as sections. Raises TierZeroError for anything else."""
+    config: dict[str, dict[str, Any]] = {}
+    for item in assignments:
+        key, _, value = item.partition("=")
+        section, _, name = key.partition(".")
+        try:
+            config.setdefault(section, {})[name] = json.loads(value)
+        except ValueError:
+            raise TierZeroError(f"--set {item}: expected section.key=JSON") from None
+    return config
 
 
 def compare(work: Workload, names: Sequence[str], rounds: int, progress: Any = None) -> list[Row]:
@@ -82,7 +98,8 @@ def compare(work: Workload, names: Sequence[str], rounds: int, progress: Any = N
             system, config = VARIANTS[name]
             if progress is not None:
                 progress(f"round {number + 1}/{rounds}: {name}")
-            outcomes[name].append(run_once(replace(work, system=system, config={**config, **work.config})))
+            merged = {key: {**config.get(key, {}), **work.config.get(key, {})} for key in {*config, *work.config}}
+            outcomes[name].append(run_once(replace(work, system=system, config=merged)))
     return [_row(name, work, results) for name, results in outcomes.items()]
 
 
@@ -108,17 +125,26 @@ def _row(name: str, work: Workload, results: list[dict[str, Any]]) -> Row:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown, with ratios to the first."""
+def bound(row: Row, compute_s: float, disk_rate: float) -> float:
+    """The least time a step can take that computes for ``compute_s`` and moves the row's bytes at ``disk_rate`` bytes
+    per second, both at once.
+    """
+    return max(compute_s, row.disk_bytes_per_parameter * row.parameters / disk_rate)
+
+
+def table(rows: Sequence[Row], disk_rate: float) -> str:
+    """The rows as Markdown, with ratios to the first, whose step stands for the computing, and to the bound."""
     base = rows[0]
     ratio = f"/ {base.name}"
-    titles = ("system", "step s", ratio, "tokens/s", "peak RSS GB", ratio, "disk B/param/step", "waiting s", "loss")
+    titles = ["system", "step s", ratio, "/ bound", "tokens/s", "peak RSS GB", ratio]
+    titles += ["disk B/param/step", "waiting s", "loss"]
     lines = [_line(titles), _line(["---"] * len(titles))]
     for row in rows:
         cells = (
             row.name,
             f"{row.step_s:.2f}",
             f"{row.step_s / base.step_s:.2f}",
+            f"{row.step_s / bound(row, base.step_s, disk_rate):.2f}",
             f"{row.tokens_per_s:.0f}",
             f"{row.peak_rss / 1e9:.2f}",
             f"{row.peak_rss / base.peak_rss:.2f}",

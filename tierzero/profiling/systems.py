@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tierzero.models.gpt import GPT, Block
 
-SYSTEMS = ("plain", "fsdp2", "tierzero")
+SYSTEMS = ("plain", "fsdp2", "deepspeed", "tierzero")
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ def _names(model: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
-def _recompute_blocks(model: GPT) -> None:
+def _recompute_blocks(model: GPT, reentrant: bool = False) -> None:
     for block in model.blocks:
         original = block.forward
-        block.forward = lambda x, original=original: checkpoint(original, x, use_reentrant=False)
+        block.forward = lambda x, original=original: checkpoint(original, x, use_reentrant=reentrant)
 
 
 @contextmanager
@@ -212,12 +212,26 @@ def tierzero(work: Workload) -> Iterator[tuple[int, Step]]:
         tz.close(model)
 
 
+@contextmanager
+def deepspeed(work: Workload) -> Iterator[tuple[int, Step]]:
+    """DeepSpeed ZeRO-3 with parameters and optimizer states on NVMe, one rank."""
+    from tierzero.profiling import deepspeed_peer
+
+    model = _model(work)
+    model.apply(seeded_reset(_names(model)))
+    if work.recompute:
+        _recompute_blocks(model, reentrant=True)  # the other kind trains wrongly with parameters on NVMe (0.19.8)
+    with deepspeed_peer.running(model, work) as step:
+        yield deepspeed_peer.count(model), step
+
+
 def measure(work: Workload) -> Outcome:
     """Trains ``work.steps`` steps in this process. Memory is counted from the end of the warm-up."""
     if work.threads:
         torch.set_num_threads(work.threads)
     stream = batches(work)
-    with {"plain": plain, "fsdp2": fsdp2, "tierzero": tierzero}[work.system](work) as (parameters, step):
+    systems = {"plain": plain, "fsdp2": fsdp2, "deepspeed": deepspeed, "tierzero": tierzero}
+    with systems[work.system](work) as (parameters, step):
         outcome = Outcome(parameters, [], [], [], [], 0, peak_rss(), [])
         for index in range(work.steps):
             if index == work.warmup:

@@ -1,0 +1,55 @@
+"""What a drive gives to plain positional reads and writes at once: the yardstick for a step's traffic."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+_HUGE_PAGE = 2 << 20
+
+
+def mixed_rate(folder: str | Path, *, nbytes: int = 2 << 30, block: int = 8 << 20, depth: int = 8) -> float:
+    """Bytes per second, reads and writes together, half of each, ``depth`` requests of ``block`` bytes in flight on a
+    file of ``nbytes`` in ``folder``: O_DIRECT where the file system has it, buffers on huge pages.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-rate-") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        descriptor = _open_direct(file.name)
+        try:
+            blocks = nbytes // block
+            with ThreadPoolExecutor(depth) as threads:
+                buffers = [_huge_buffer(block) for _ in range(depth)]
+
+                def transfer(lane: int, write_all: bool) -> None:
+                    for index in range(lane, blocks, depth):
+                        if write_all or index // depth % 2:
+                            os.pwritev(descriptor, [buffers[lane]], index * block)
+                        else:
+                            os.preadv(descriptor, [buffers[lane]], index * block)
+
+                list(threads.map(lambda lane: transfer(lane, True), range(depth)))  # a file of written blocks
+                started = time.perf_counter()
+                list(threads.map(lambda lane: transfer(lane, False), range(depth)))
+                return blocks * block / (time.perf_counter() - started)
+        finally:
+            os.close(descriptor)
+
+
+def _open_direct(path: str) -> int:
+    with suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_DIRECT)
+    return os.open(path, os.O_RDWR)
+
+
+def _huge_buffer(nbytes: int) -> memoryview:
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    view[:] = os.urandom(1 << 16) * (len(view) // (1 << 16))
+    return view[:nbytes]
