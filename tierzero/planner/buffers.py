@@ -9,7 +9,7 @@ from tierzero.sharding.layout import bucket_elements
 from tierzero.tiers import Tier, page_round
 
 STAGING_TILES = 8
-"""Tiles in flight by default: read, update and write at once, with some to spare."""
+"""Tiles in flight where no budget is given: read, update and write at once, with some to spare."""
 FEWEST_STAGING_TILES = 2
 
 
@@ -80,9 +80,12 @@ def staging_tile_bytes(shape: ModelShape, tile: int) -> int:
 
 
 def staging_bytes(budgets: Budgets, host_state: int, staging_tile: int, tiles: int) -> int:
-    wanted = max(FEWEST_STAGING_TILES, min(STAGING_TILES, tiles)) * staging_tile
+    """All that a given budget leaves, up to every tile there is: what is read ahead in a backward, and written back
+    behind a forward, is as much as finds room.
+    """
     if budgets.host is None:
-        return wanted
+        return max(FEWEST_STAGING_TILES, min(STAGING_TILES, tiles)) * staging_tile
+    wanted = max(FEWEST_STAGING_TILES, tiles) * staging_tile
     return max(FEWEST_STAGING_TILES * staging_tile, min(wanted, budgets.host - host_state))
 
 

@@ -90,7 +90,7 @@ class Pager:
 
     def demand(self, unit: UnitState) -> list[Gathered]:
         """The unit's gathered groups, waiting for them if need be; then starts the fetches that the trace foretells."""
-        self.trace.access(unit.index)
+        self.trace.access(unit.index, _in_backward())
         if self._recent[-1:] != [unit.index]:
             self._recent = [*self._recent[-1:], unit.index]
         record = self._records[unit.index]
@@ -103,16 +103,15 @@ class Pager:
 
     def prefetch(self) -> None:
         """Starts fetches of the next units of the trace, as many as the depth and the arena's free or less urgent
-        memory allow. What comes after a backward waits for its update: of that, the state is read ahead.
+        memory allow. What comes after the step's last backward waits for its update: of that, the state is read ahead.
         """
         if self._depth == 0:
             return
-        in_backward = self._reads_ahead and torch._C._current_graph_task_id() != -1
-        left = self.trace.left()
-        for ahead, index in enumerate(self.trace.upcoming(self._depth)):
-            if in_backward and ahead >= left:
-                self._updater.read_ahead([group for unit in self.trace.order() for group in self._units[unit].groups])
-                return
+        left = len(self._units)
+        if self._reads_ahead and _in_backward() and self.trace.in_last_backward():
+            left = self.trace.left()
+            self._updater.read_ahead([group for unit in self.trace.order() for group in self._units[unit].groups])
+        for index in self.trace.upcoming(min(self._depth, left)):
             if self._records[index].state is Paging.AWAY and not self._start(
                 self._units[index], Priority.PREFETCH, required=False
             ):
@@ -309,3 +308,7 @@ class Pager:
                 if gathered.buffer is not None:
                     self._arena.release(gathered.buffer)
             record.state, record.gathered, record.events = Paging.AWAY, [], []
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

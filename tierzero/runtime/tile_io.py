@@ -11,7 +11,8 @@ leave enough of it for others to go on without theirs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import reduce
@@ -64,6 +65,8 @@ class TileIO:
         self.room = RoomClock()
         self._ahead: dict[int, asyncio.Task[OpenTile | None]] = {}
         """Tiles read ahead, by identity. A task ends with None when the read failed."""
+        self._lent: dict[int, asyncio.Future[None]] = {}
+        """Of these, whose weights are being copied: done when they are not any more."""
 
     async def open(self, group: GroupState, tile: Tile, parts: Parts, priority: Priority) -> OpenTile:
         """Pages in what is not in memory and returns views of it all. Raises TierError when a read fails."""
@@ -105,13 +108,35 @@ class TileIO:
 
     async def _read_ahead(self, opened: OpenTile, state: list[Home], places: dict[int, int]) -> OpenTile | None:
         try:
-            await self._read_state(opened, state, places, Priority.PREFETCH)
+            await self._read_state(opened, state, places, Priority.WRITE_BACK)  # after all that is more urgent
         except BaseException as error:
             self.close(opened)
             if isinstance(error, Exception):
                 return None  # whoever opens the tile reads it again, and sees the failure if it lasts
             raise
         return opened
+
+    @asynccontextmanager
+    async def weights_ahead(self, group: GroupState, tile: Tile) -> AsyncIterator[torch.Tensor | None]:
+        """The weights of a tile that was read ahead, which stays so; None where it was not."""
+        key = id(tile)
+        while key in self._lent:
+            await asyncio.shield(self._lent[key])
+        if key not in self._ahead:
+            yield None
+            return
+        returned = self._lent[key] = asyncio.get_running_loop().create_future()
+        try:
+            opened = await asyncio.shield(self._ahead[key])
+            if opened is None:
+                del self._ahead[key]
+                yield None
+            else:
+                assert opened.staging is not None
+                yield opened.staging.view(group.layout.dtype, tile.span.numel)  # they come first in it
+        finally:
+            del self._lent[key]
+            returned.set_result(None)
 
     async def discard_ahead(self, tile: Tile | None = None) -> None:
         """Gives back what was read ahead of a tile, or of all."""
@@ -124,6 +149,8 @@ class TileIO:
         return await self._take_ahead_by(id(tile)) if self._ahead else None
 
     async def _take_ahead_by(self, key: int) -> OpenTile | None:
+        while key in self._lent:
+            await asyncio.shield(self._lent[key])
         task = self._ahead.pop(key, None)
         if task is None:
             return None

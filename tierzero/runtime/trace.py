@@ -19,15 +19,19 @@ class AccessTrace:
         self._trace: list[int] = []
         self._recording: list[int] = []
         self._cursor = 0
+        self._forward_ends = self._recorded_forward_ends = 0
+        """Accesses up to the last one that is not of a backward: in the trace, and in what is recorded."""
         self.departures = 0
         """Accesses of the current step that were not where the trace foretold them."""
 
-    def access(self, unit: int) -> None:
+    def access(self, unit: int, in_backward: bool = False) -> None:
         """Notes that ``unit`` is used now."""
         if self._recording and self._recording[-1] == unit:
             return
         if len(self._recording) < _LONGEST:
             self._recording.append(unit)
+        if not in_backward:
+            self._recorded_forward_ends = len(self._recording)
         if not self._trace:
             return
         if self._trace[self._cursor] == unit:
@@ -61,6 +65,11 @@ class AccessTrace:
             return 0
         return len(dict.fromkeys(self._trace[self._cursor :]))
 
+    def in_last_backward(self) -> bool:
+        """Whether the step's last forward is over, by the trace: a backward that runs now is followed by the update."""
+        over = self._cursor >= self._forward_ends or (self._cursor == 0 and bool(self._recording))
+        return bool(self._trace) and over
+
     def order(self) -> list[int]:
         """The units in the order of their first use in a step."""
         return list(dict.fromkeys(self._trace))
@@ -74,5 +83,5 @@ class AccessTrace:
     def end_step(self) -> None:
         """Closes a training step: what was recorded becomes the trace, and the cursor returns to its start."""
         if self._recording:
-            self._trace = self._recording
-        self._recording, self._cursor, self.departures = [], 0, 0
+            self._trace, self._forward_ends = self._recording, self._recorded_forward_ends
+        self._recording, self._cursor, self._recorded_forward_ends, self.departures = [], 0, 0, 0

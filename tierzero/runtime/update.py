@@ -204,11 +204,15 @@ class Updater:
     async def _read_weights(
         self, group: GroupState, tile: Tile, destination: Destination, priority: Priority
     ) -> list[Event]:
-        await self._tile_io.discard_ahead(tile)
         home = tile.weight
         target = destination.tensor(group.layout.dtype, tile.span.numel, tile.span.start)
         if home.tier is not Tier.NVME:
             return [self._device.copy_in(target, home.tensor(group.layout.dtype, tile.span.numel), destination.after)]
+        async with self._tile_io.weights_ahead(group, tile) as ahead:
+            if ahead is not None:
+                event = self._device.copy_in(target, ahead, destination.after)
+                await self._synchronize(event)
+                return [event]
         begin = destination.offset + tile.span.start * group.layout.dtype.itemsize
         if self._fits_directly(destination, begin, home):
             lease = await self._store.page_in(
