@@ -27,7 +27,7 @@ from tierzero.training.checkpoints import (
 from tierzero.training.memory import peak_rss_bytes, rss_bytes
 from tierzero.training.metrics import Measured, MetricsFile, Record, check_writable, combine
 from tierzero.training.progress import Lines, describe
-from tierzero.training.ranks import Ranks, micro_batches
+from tierzero.training.ranks import Ranks, core_share, micro_batches
 from tierzero.training.schedule import lr_factor, scheduler_at
 from tierzero.training.stopping import Stopped, StopSignals
 from tierzero.training.summary import Totals, shown_text, summarise
@@ -335,6 +335,14 @@ def test_the_summary_adds_up() -> None:
         "peak RSS 500 MB",
     ):
         assert part in text
+
+
+def test_ranks_of_a_node_get_cores_of_their_own() -> None:
+    for cores, ranks in ((2, 2), (16, 3), (7, 7), (9, 1)):
+        shares = [core_share(range(cores), rank, ranks) for rank in range(ranks)]
+        assert sorted(core for share in shares for core in share) == list(range(cores))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert core_share([3], 1, 2) == []
 
 
 def test_numbers_for_people() -> None:

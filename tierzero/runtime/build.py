@@ -243,7 +243,11 @@ def _assemble(
 
 
 def _cores(world: World) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // world.local_size) if hasattr(os, "sched_getaffinity") else 1
+    """Cores for this rank's update threads: those it is bound to, or its share of the node's."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 1
+    allowed, share = len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // world.local_size
+    return max(1, min(allowed, share))
 
 
 def _declare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,6 +111,36 @@ def from_first(value: str | None, device: torch.device) -> str | None:
 
 
 def set_threads(config: Config, ranks: Ranks) -> None:
-    """PyTorch's threads: as configured, else the cores this process may use divided among the ranks of the node."""
+    """Binds the ranks of a node to cores of their own, and sets PyTorch's threads: as configured, else one per core.
+    After `join`, before any thread is started: threads inherit the cores.
+    """
+    sharers = 1 if bind_cores(ranks) else ranks.local_world_size
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.train.threads or max(1, cores // ranks.local_world_size))
+    torch.set_num_threads(config.train.threads or max(1, cores // sharers))
+
+
+def bind_cores(ranks: Ranks) -> bool:
+    """Gives this rank its part of the cores that the ranks of the node share, so that compute, kernel and I/O threads
+    of one do not disturb another's. Leaves cores alone that a launcher has divided. False: they stay shared.
+    """
+    if ranks.local_world_size == 1 or not hasattr(os, "sched_setaffinity"):
+        return False
+    allowed = sorted(os.sched_getaffinity(0))
+    here = socket.gethostname()
+    answers: list[tuple[str, list[int]]] = [("", [])] * ranks.world_size
+    dist.all_gather_object(answers, (here, allowed))
+    neighbours = [cores for host, cores in answers if host == here]
+    if any(cores != allowed for cores in neighbours):
+        return True
+    own = core_share(allowed, ranks.local_rank, ranks.local_world_size)
+    if own:
+        os.sched_setaffinity(0, own)
+    return bool(own)
+
+
+def core_share(cores: Sequence[int], local_rank: int, local_world_size: int) -> list[int]:
+    """Neighbouring cores, an equal part for each rank to within one; none where there are fewer cores than ranks."""
+    if len(cores) < local_world_size:
+        return []
+    start, stop = (len(cores) * rank // local_world_size for rank in (local_rank, local_rank + 1))
+    return list(cores[start:stop])

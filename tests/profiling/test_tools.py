@@ -1,0 +1,90 @@
+"""The tools measure what they say: small real runs, and the arithmetic on made-up ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tierzero.errors import TierZeroError
+from tierzero.profiling.compare import Row, bound, parse_settings, table
+from tierzero.profiling.disk_rate import mixed_rate
+from tierzero.profiling.memory_cap import run_capped
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = Row("plain", 1_000_000, 2.0, 512.0, 4 * 10**9, 0.0, 3.5, 0.0)
+TINY = ["--size", "tiny", "--seq-len", "32", "--batch", "2"]
+
+
+def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
+
+
+def test_compare_prints_what_both_systems_measured(tmp_path: Path) -> None:
+    common = [*TINY, "--rounds", "1", "--steps", "2", "--warmup", "1", "--nvme", str(tmp_path), "--json"]
+    done = tool("compare.py", *common, "plain", "tierzero-nvme-gradients")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    plain, ours = found["rows"]
+    assert (plain["name"], ours["name"]) == ("plain", "tierzero-nvme-gradients")
+    assert plain["parameters"] == ours["parameters"]
+    assert plain["last_loss"] == pytest.approx(ours["last_loss"], rel=1e-3)
+    assert plain["disk_bytes_per_parameter"] < 1 < 20 < ours["disk_bytes_per_parameter"] < 40
+    assert found["disk_bytes_per_s"] > 0
+    assert found["bound_s"]["tierzero-nvme-gradients"] >= plain["step_s"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_systems_and_missing_packages_are_named() -> None:
+    for arguments, words in ((["fast"], "unknown system 'fast'"), (["deepspeed-nvme"], "deepspeed is not installed")):
+        done = tool("compare.py", *arguments)
+        if "deepspeed" in words and done.returncode == 0:
+            pytest.skip("deepspeed is installed")
+        assert done.returncode == 2
+        assert words in done.stderr
+
+
+def test_the_bound_is_the_slower_of_computing_and_moving() -> None:
+    row = replace(ROW, name="ours", step_s=3.0, disk_bytes_per_parameter=25.0)
+    assert bound(row, 2.0, 25e6) == 2.0
+    assert bound(row, 2.0, 10e6) == 2.5
+    lines = table([ROW, row], 10e6).splitlines()
+    assert lines[3].split("|")[1:5] == [" ours ", " 3.00 ", " 1.50 ", " 1.20 "]
+
+
+def test_settings_are_json() -> None:
+    assert parse_settings(["tiers.tile=4096", 'placement.params="host"']) == {
+        "tiers": {"tile": 4096},
+        "placement": {"params": "host"},
+    }
+    with pytest.raises(TierZeroError, match=r"section\.key=JSON"):
+        parse_settings(["tiers.tile=many"])
+
+
+def test_the_drives_rate_is_that_of_real_transfers(tmp_path: Path) -> None:
+    assert mixed_rate(tmp_path, nbytes=32 << 20, block=1 << 20, depth=4) > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cap_is_enforced() -> None:
+    take = "import sys; x = b'x' * (int(sys.argv[1]) << 20); print(len(x))"
+    fits = run_capped([sys.executable, "-c", take, "20"], 200 << 20)
+    assert (fits.returncode, fits.killed, fits.stdout.strip()) == (0, False, str(20 << 20))
+    assert fits.peak is None or 20 << 20 < fits.peak <= 200 << 20
+    beyond = run_capped([sys.executable, "-c", take, "400"], 200 << 20)
+    assert beyond.returncode != 0
+
+
+def test_scale_names_the_largest_size_that_trains(tmp_path: Path) -> None:
+    arguments = ["--seq-len", "32", "--batch", "2", "--steps", "2", "--nvme", str(tmp_path)]
+    done = tool("scale.py", "--sizes", "tiny", "--cap", "2GiB", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2].startswith("| tiny | 5 M | 2.00 | ")
+    refused = tool("scale.py", "--sizes", "tiny", "125m", "--cap", "300MiB", *arguments)
+    assert refused.returncode == 1, refused.stdout
+    assert len(refused.stdout.splitlines()) == 3, "it goes on after a size that does not fit"
