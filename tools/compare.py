@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tierzero.profiling.compare import SIZES, VARIANTS, bound, compare, parse_settings, table
-from tierzero.profiling.disk_rate import mixed_rate
 from tierzero.profiling.systems import Workload
+from tierzero.tiers.drive_rate import mixed_rate
 
 
 def main() -> None:

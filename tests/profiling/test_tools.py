@@ -12,8 +12,8 @@ import pytest
 
 from tierzero.errors import TierZeroError
 from tierzero.profiling.compare import Row, bound, parse_settings, table
-from tierzero.profiling.disk_rate import mixed_rate
 from tierzero.profiling.memory_cap import run_capped
+from tierzero.tiers.drive_rate import mixed_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = Row("plain", 1_000_000, 2.0, 512.0, 4 * 10**9, 0.0, 3.5, 0.0)

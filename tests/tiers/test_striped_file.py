@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierzero.errors import BudgetError, ConfigError, TierError
-from tierzero.tiers import PAGE, StripedFile, TierDirectory
+from tierzero.tiers import PAGE, StripedFile, TierDirectory, drive_rate
 from tierzero.tiers import striped_file as module
+from tierzero.tiers.drive_rate import measured_shares
+from tierzero.tiers.stripes import StripePattern, equal_shares, shares_of
 
 Directories = Callable[[int], list[TierDirectory]]
 
@@ -33,6 +35,48 @@ def directories(tmp_path: Path) -> Iterator[Directories]:
     yield make
     for directory in opened:
         directory.close()
+
+
+@given(shares=st.lists(st.integers(1, 9), min_size=1, max_size=4), blocks=st.integers(0, 200), rest=st.integers(0, 9))
+def test_shares_are_met_at_every_point_and_no_two_blocks_share_a_place(
+    shares: list[int], blocks: int, rest: int
+) -> None:
+    pattern, given_, seen = StripePattern(tuple(shares)), [0] * len(shares), set()
+    for block in range(blocks):
+        path, place = pattern.locate(block)
+        assert place == given_[path], "a path's blocks follow one another"
+        given_[path] += 1
+        seen.add((path, place))
+        for index, count in enumerate(given_):
+            assert abs(count - shares[index] * (block + 1) / sum(shares)) < 1.5
+    assert len(seen) == blocks
+    sizes = pattern.sizes(blocks * 10 + rest, 10)
+    assert sum(sizes) == blocks * 10 + rest
+    wanted = [10 * count for count in given_]
+    if rest:
+        wanted[pattern.locate(blocks)[0]] += rest
+    assert sizes == wanted
+
+
+def test_shares_follow_the_rates_of_the_drives() -> None:
+    assert shares_of([2.0e9, 2.2e9]) == (1, 1)
+    assert shares_of([1e9, 2e9]) == (1, 2)
+    assert shares_of([2e9, 3e9, 2e9]) == (2, 3, 2)
+    assert shares_of([1e6, 9e9]) == (1, 8)
+
+
+def test_drives_are_measured_and_leave_nothing_behind(
+    directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = directories(2)
+    monkeypatch.setattr(drive_rate, "_SAMPLE", 32 << 20)
+    assert measured_shares(opened) == (1, 1), "two folders of one file system are alike"
+    assert [list(directory.path.iterdir()) for directory in opened] == [[], []]
+
+
+def test_as_many_shares_as_paths(directories: Directories) -> None:
+    with pytest.raises(ConfigError, match=r"tiers\.nvme_shares = \[3, 1\]: needs one number for each of the 3"):
+        StripedFile(directories(3), 8 * PAGE, block_size=PAGE, shares=[3, 1])
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +110,8 @@ def test_pieces_cover_a_request_once_and_lie_where_the_stripes_say(
     file = object.__new__(StripedFile)  # the arithmetic alone, without files
     file.nbytes, file.block_size = pages * PAGE, block * PAGE
     file._stripes = [None] * paths  # type: ignore[list-item]
-    sizes = module._stripe_sizes(file.nbytes, file.block_size, paths)
+    file._pattern = StripePattern(equal_shares(paths))
+    sizes = file._pattern.sizes(file.nbytes, file.block_size)
     assert sum(sizes) == file.nbytes
     first = data.draw(st.integers(0, pages))
     count = data.draw(st.integers(0, pages - first))

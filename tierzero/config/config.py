@@ -141,6 +141,10 @@ class Config(BaseModel):
                 if isinstance(wanted, dict) and "nvme" in wanted:
                     text = f'placement.{kind} names "nvme": set tiers.nvme to the folders for the tier files'
                     yield (f"placement.{kind}", "tiers.nvme"), text
+        shares = self.tiers.nvme_shares
+        if shares is not None and len(shares) != len(self.tiers.nvme):
+            text = f"tiers.nvme_shares = {shares}: needs one number for each of the {len(self.tiers.nvme)} tiers.nvme"
+            yield ("tiers.nvme_shares", "tiers.nvme"), text
         if train.micro_batch is not None and train.batch_size % train.micro_batch:
             yield (
                 ("train.micro_batch", "train.batch_size"),

@@ -246,6 +246,19 @@ def paths(*, as_text: bool = False, what: str = "path") -> Rule:
     return _rule(f"a {what} or a list of them", parse, paths=True)
 
 
+def wholes(low: int, high: int) -> Rule:
+    """A list of integers from ``low`` to ``high``."""
+
+    def parse(rule: Rule, value: Any, base: Path) -> list[int]:
+        numbers = [_as_int(item) for item in value] if isinstance(value, (list, tuple)) else []
+        found = [number for number in numbers if number is not None and low <= number <= high]
+        if not found or len(found) != len(numbers):
+            raise rule.refuse()
+        return found
+
+    return _rule(f"a list of whole numbers from {low} to {high}", parse)
+
+
 def names() -> Rule:
     """A list of names, or "auto" (kept as None)."""
 

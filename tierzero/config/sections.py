@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .rules import choice, flag, names, or_auto, path, paths, placement, real, real_pair, size, whole
+from .rules import choice, flag, names, or_auto, path, paths, placement, real, real_pair, size, whole, wholes
 
 MIB = 2**20
 Placement = Literal["auto"] | dict[str, float]
@@ -120,6 +120,9 @@ class TiersSection(Section):
         None, 'Host memory budget of the node, in bytes, divided among its ranks. "auto": from the memory that is free.'
     )
     nvme: Annotated[list[Path], paths()] = key([], "Folders for tier files, striped over all of them. One per drive.")
+    nvme_shares: Annotated[list[int] | None, or_auto(wholes(1, 100))] = key(
+        None, 'How many blocks each of the nvme folders gets in turn, as [3, 1]. "auto": as fast as each is.'
+    )
     nvme_limit: Annotated[int | None, or_auto(size())] = key(
         None, 'Largest size of the tier files, in bytes, per rank. "auto": the free space.'
     )

@@ -236,6 +236,7 @@ def _assemble(
         direct=config.io.direct,
         nvme_limit=config.tiers.nvme_limit,
         verify=config.io.verify,
+        nvme_shares=config.tiers.nvme_shares,
     )
     collectives = Collectives(world, [spec.title for spec in specs], device.is_host) if world.size > 1 else None
     input_dtype = convert if convert is not torch.float32 else None

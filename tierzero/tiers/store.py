@@ -12,6 +12,7 @@ import xxhash
 
 from tierzero.errors import BudgetError, ConfigError, TierError
 from tierzero.tiers.directory import TierDirectory
+from tierzero.tiers.drive_rate import measured_shares
 from tierzero.tiers.engine import IoEngine
 from tierzero.tiers.executor import Priority, Request
 from tierzero.tiers.faults import first_cause
@@ -41,6 +42,7 @@ class TieredStore:
         direct: Direct,
         nvme_limit: int | None,
         verify: bool = False,
+        nvme_shares: Sequence[int] | None = None,
     ) -> None:
         self.engine = engine
         self.file: StripedFile | None = None
@@ -52,6 +54,7 @@ class TieredStore:
         self._direct = direct
         self._nvme_limit = nvme_limit
         self._verify = verify
+        self._shares = nvme_shares
         self._objects: dict[str, StoredObject] = {}
         self._file_bytes = 0
         self._opened = False
@@ -174,9 +177,26 @@ class TieredStore:
             directory = TierDirectory.open(path, self._rank)
             stack.callback(directory.close)
             directories.append(directory)
-        file = StripedFile(directories, self._file_bytes, block_size=self._block_size, direct=self._direct)
+        file = self._striped(directories)
         stack.callback(file.close)
         return file
+
+    def _striped(self, directories: list[TierDirectory]) -> StripedFile:
+        """Over several paths: in the given shares, else in proportion to their speed, else, where the fast ones lack
+        the room for that, in equal parts.
+        """
+
+        def striped(shares: Sequence[int] | None) -> StripedFile:
+            return StripedFile(
+                directories, self._file_bytes, block_size=self._block_size, direct=self._direct, shares=shares
+            )
+
+        if self._shares is not None or len(directories) == 1:
+            return striped(self._shares)
+        try:
+            return striped(measured_shares(directories))
+        except (BudgetError, OSError):
+            return striped(None)
 
     def _check_pools(self) -> None:
         for tier in (Tier.DEVICE, Tier.HOST):

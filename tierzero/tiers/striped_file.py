@@ -16,6 +16,7 @@ from typing import Literal
 from tierzero.errors import BudgetError, ConfigError, TierError
 from tierzero.tiers.directory import TierDirectory
 from tierzero.tiers.memory import PAGE, page_round
+from tierzero.tiers.stripes import StripePattern, equal_shares
 
 Direct = Literal["auto"] | bool
 
@@ -49,8 +50,8 @@ class _Stripe:
 
 
 class StripedFile:
-    """A logical space of ``nbytes`` in which block i lies on path i mod n, at (i div n) * ``block_size``. All sizes in
-    bytes.
+    """A logical space of ``nbytes`` in blocks of ``block_size``, which lie on the paths in turn, or as often as
+    ``shares`` says (a whole number for each path). All sizes in bytes.
 
     Files are preallocated, so a full disk is met here and not in the middle of a run. ``direct``: "auto" uses O_DIRECT
     where the file system takes it and warns once where not; True raises ConfigError where not; False never uses it.
@@ -65,6 +66,7 @@ class StripedFile:
         block_size: int,
         direct: Direct = "auto",
         limit: int | None = None,
+        shares: Sequence[int] | None = None,
     ) -> None:
         if not directories:
             raise ConfigError("tiers.nvme: no path is given, but state is placed on nvme; set tiers.nvme")
@@ -76,7 +78,12 @@ class StripedFile:
         self._closed = False
         self._users = 0
         self._idle = threading.Condition()
-        sizes = _stripe_sizes(nbytes, block_size, len(directories))
+        if shares is not None and len(shares) != len(directories):
+            raise ConfigError(
+                f"tiers.nvme_shares = {list(shares)}: needs one number for each of the {len(directories)} tiers.nvme"
+            )
+        self._pattern = StripePattern(tuple(shares) if shares is not None else equal_shares(len(directories)))
+        sizes = self._pattern.sizes(nbytes, block_size)
         _check_room(directories, sizes, limit)
         self._stripes = [_Stripe(directory, size) for directory, size in zip(directories, sizes, strict=True)]
         try:
@@ -109,7 +116,8 @@ class StripedFile:
         while start < nbytes:
             index, within = divmod(offset + start, block)
             length = min(block - within, nbytes - start)
-            pieces.append(Piece(index % paths, index // paths * block + within, start, length))
+            path, place = self._pattern.locate(index)
+            pieces.append(Piece(path, place * block + within, start, length))
             start += length
         return pieces
 
@@ -180,14 +188,6 @@ class StripedFile:
         if direct is True:
             raise ConfigError(f'{text}, but io.direct = true; set io.direct = "auto" or use another file system')
         warnings.warn(f"{text}; using buffered I/O there, which is slower", RuntimeWarning, stacklevel=3)
-
-
-def _stripe_sizes(nbytes: int, block_size: int, paths: int) -> list[int]:
-    """Bytes that each path holds of a logical space of ``nbytes``."""
-    full, rest = divmod(nbytes, block_size)
-    sizes = [(full // paths + (index < full % paths)) * block_size for index in range(paths)]
-    sizes[full % paths] += rest
-    return sizes
 
 
 def _check_room(directories: Sequence[TierDirectory], sizes: Sequence[int], limit: int | None) -> None:

@@ -1,4 +1,5 @@
-"""What a drive gives to plain positional reads and writes at once: the yardstick for a step's traffic."""
+"""What a drive gives to plain positional reads and writes at once: the yardstick for a step's traffic, and for how much
+of it each of several drives gets."""
 
 from __future__ import annotations
 
@@ -6,18 +7,24 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from tierzero.tiers.directory import TierDirectory
+from tierzero.tiers.stripes import shares_of
+
 _HUGE_PAGE = 2 << 20
+_SAMPLE = 128 << 20
+"""Bytes: about a tenth of a second on each drive."""
 
 
 def mixed_rate(folder: str | Path, *, nbytes: int = 2 << 30, block: int = 8 << 20, depth: int = 8) -> float:
     """Bytes per second, reads and writes together, half of each, ``depth`` requests of ``block`` bytes in flight on a
     file of ``nbytes`` in ``folder``: O_DIRECT where the file system has it, buffers on huge pages.
     """
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-rate-") as file:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".rate-", suffix=".tier") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         descriptor = _open_direct(file.name)
         try:
@@ -38,6 +45,18 @@ def mixed_rate(folder: str | Path, *, nbytes: int = 2 << 30, block: int = 8 << 2
                 return blocks * block / (time.perf_counter() - started)
         finally:
             os.close(descriptor)
+
+
+def measured_shares(directories: Sequence[TierDirectory]) -> tuple[int, ...]:
+    """The blocks that each of several drives should hold, from a short transfer on one after another; alike for
+    directories of one file system. Raises OSError where a drive cannot be written to.
+    """
+    rates: dict[int, float] = {}
+    for directory in directories:
+        device = os.stat(directory.root).st_dev
+        if device not in rates:
+            rates[device] = mixed_rate(directory.path, nbytes=_SAMPLE)
+    return shares_of([rates[os.stat(directory.root).st_dev] for directory in directories])
 
 
 def _open_direct(path: str) -> int:
