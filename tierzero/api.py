@@ -100,7 +100,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
     """All parameters and persistent buffers, whole, in host memory, under the model's own names. Every rank must call
     it.
 
-    Weights are gathered one parameter at a time; the result as a whole must fit in memory (what `save_checkpoint`
+    Weights are gathered one unit at a time; the result as a whole must fit in memory (what `save_checkpoint`
     writes need not). With ``rank0_only`` the other ranks get an empty dict. Tied parameters share one
     tensor.
     """
@@ -109,17 +109,16 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
     runtime.flush()
     keep = not rank0_only or runtime.world.rank == 0
     by_slot: dict[SlotState, torch.Tensor] = {}
-    state: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        slot = _slot(parameter)
-        if slot not in by_slot:
-            full = read_full(runtime, slot, "weight")
-            by_slot[slot] = full if keep else full.new_empty(0)
-        if keep:
-            state[name] = by_slot[slot]
-    if keep:
-        for name, buffer in persistent_buffers(model):
-            state[name] = buffer.detach().cpu().clone()
+    for unit in runtime.units:
+        for gathered_group in runtime.pager.demand(unit, in_order=False):
+            for slot in gathered_group.group.slots if keep else ():
+                by_slot[slot] = gathered_group.parameter_values(slot.slot).detach().clone().cpu()
+    if not keep:
+        return {}
+    named = model.named_parameters(remove_duplicate=False)
+    state = {name: by_slot[_slot(parameter)] for name, parameter in named}
+    for name, buffer in persistent_buffers(model):
+        state[name] = buffer.detach().cpu().clone()
     return state
 
 

@@ -88,15 +88,19 @@ class Pager:
         self._by_storage: dict[int, Gathered] = {}
         self.trace = AccessTrace()
 
-    def demand(self, unit: UnitState) -> list[Gathered]:
-        """The unit's gathered groups, waiting for them if need be; then starts the fetches that the trace foretells."""
-        self.trace.access(unit.index, _in_backward())
+    def demand(self, unit: UnitState, in_order: bool = True) -> list[Gathered]:
+        """The unit's gathered groups, waiting for them if need be; then starts the fetches that the trace foretells.
+        ``in_order``: this is a use by the model, which the trace learns; else none of its order.
+        """
+        if in_order:
+            self.trace.access(unit.index, _in_backward())
         if self._recent[-1:] != [unit.index]:
             self._recent = [*self._recent[-1:], unit.index]
         record = self._records[unit.index]
         if record.state is Paging.AWAY:
             self._start(unit, Priority.DEMAND, required=True)
-        self.prefetch()
+        if in_order:
+            self.prefetch()
         if record.state is Paging.COMING:
             self._finish(unit, record)
         return record.gathered
