@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import reduce
 
 import torch
 
+from tierzero.errors import TierError
 from tierzero.runtime.device import Device
 from tierzero.runtime.state import GroupState, Home, Tile
 from tierzero.runtime.stats import RoomClock
@@ -63,8 +64,8 @@ class TileIO:
         self.staging = staging
         self._device = device
         self.room = RoomClock()
-        self._ahead: dict[int, asyncio.Task[OpenTile | None]] = {}
-        """Tiles read ahead, by identity. A task ends with None when the read failed."""
+        self._ahead: dict[int, asyncio.Task[OpenTile]] = {}
+        """Tiles read ahead, by identity."""
         self._lent: dict[int, asyncio.Future[None]] = {}
         """Of these, whose weights are being copied: done when they are not any more."""
 
@@ -106,13 +107,12 @@ class TileIO:
         self._ahead[id(tile)] = self._store.engine.spawn(work)
         return True
 
-    async def _read_ahead(self, opened: OpenTile, state: list[Home], places: dict[int, int]) -> OpenTile | None:
+    async def _read_ahead(self, opened: OpenTile, state: list[Home], places: dict[int, int]) -> OpenTile:
+        """A failure is the engine's, as that of a write-back, and of whoever opens the tile."""
         try:
             await self._read_state(opened, state, places, Priority.WRITE_BACK)  # after all that is more urgent
-        except BaseException as error:
+        except BaseException:
             self.close(opened)
-            if isinstance(error, Exception):
-                return None  # whoever opens the tile reads it again, and sees the failure if it lasts
             raise
         return opened
 
@@ -128,12 +128,8 @@ class TileIO:
         returned = self._lent[key] = asyncio.get_running_loop().create_future()
         try:
             opened = await asyncio.shield(self._ahead[key])
-            if opened is None:
-                del self._ahead[key]
-                yield None
-            else:
-                assert opened.staging is not None
-                yield opened.staging.view(group.layout.dtype, tile.span.numel)  # they come first in it
+            assert opened.staging is not None
+            yield opened.staging.view(group.layout.dtype, tile.span.numel)  # they come first in it
         finally:
             del self._lent[key]
             returned.set_result(None)
@@ -141,9 +137,10 @@ class TileIO:
     async def discard_ahead(self, tile: Tile | None = None) -> None:
         """Gives back what was read ahead of a tile, or of all."""
         for key in list(self._ahead) if tile is None else [id(tile)]:
-            opened = await self._take_ahead_by(key)
-            if opened is not None:
-                self.close(opened)
+            with suppress(TierError):  # the engine has it
+                opened = await self._take_ahead_by(key)
+                if opened is not None:
+                    self.close(opened)
 
     async def _take_ahead(self, tile: Tile) -> OpenTile | None:
         return await self._take_ahead_by(id(tile)) if self._ahead else None
@@ -160,10 +157,9 @@ class TileIO:
             task.add_done_callback(self._close_forgotten)
             raise
 
-    def _close_forgotten(self, task: asyncio.Task[OpenTile | None]) -> None:
-        opened = None if task.cancelled() or task.exception() is not None else task.result()
-        if opened is not None:
-            self.close(opened)
+    def _close_forgotten(self, task: asyncio.Task[OpenTile]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.close(task.result())
 
     async def open_fresh(self, group: GroupState, tile: Tile, parts: Parts) -> OpenTile:
         """Like `open`, but reads nothing: the opener fills every byte, then calls `store_fresh`."""
