@@ -51,7 +51,7 @@ class AccessTrace:
     def upcoming(self, count: int) -> list[int]:
         """The next ``count`` different units after the cursor, nearest first."""
         found: list[int] = []
-        for ahead in range(len(self._trace)):
+        for ahead in range(len(self._trace) if count > 0 else 0):
             unit = self._trace[(self._cursor + ahead) % len(self._trace)]
             if unit not in found:
                 found.append(unit)
