@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -88,3 +89,19 @@ def test_scale_names_the_largest_size_that_trains(tmp_path: Path) -> None:
     refused = tool("scale.py", "--sizes", "tiny", "125m", "--cap", "300MiB", *arguments)
     assert refused.returncode == 1, refused.stdout
     assert len(refused.stdout.splitlines()) == 3, "it goes on after a size that does not fit"
+
+
+def test_the_engine_is_measured_beside_bare_transfers(tmp_path: Path) -> None:
+    done = tool("bench_engine.py", "--nvme", str(tmp_path), "--size", "32MiB", "--block", "1MiB", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:5] for line in done.stdout.splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == ["write", "read"]
+    assert all(float(value) > 0 for row in rows for value in row[1:])
+
+
+def test_the_kernel_is_measured_beside_code_that_gives_the_same_bits() -> None:
+    done = tool("bench_adam.py", "--numel", str(1 << 16), "--tile", str(1 << 14), "--threads", "2", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2].startswith("| tierzero | ")
+    if shutil.which("g++"):
+        assert "the same bits" in done.stdout

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-# fp32 logits alive at a time, in elements (32 MiB).
-CHUNK = 8 * 2**20
+# fp32 logits alive at a time, in elements (8 MiB).
+CHUNK = 2 * 2**20
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

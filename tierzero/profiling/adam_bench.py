@@ -1,0 +1,161 @@
+"""The Adam kernel against other ways to update the same state: rates in parameters per second, in turns."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tierzero.optim.formats import state_format, store_master
+from tierzero.optim.hyper import AdamHyper
+from tierzero.optim.kernel import update, warm_up
+from tierzero.tiers import HostAllocator, page_round
+
+HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True, step=3)
+
+
+@dataclass(frozen=True)
+class AdamRate:
+    """One way: the median rate in parameters per second, and the median of each round's ratio of ours to it."""
+
+    name: str
+    rate: float
+    ours_over_it: float
+
+
+@dataclass
+class _Tiles:
+    """bf16 training state in tiles of ``tile`` elements."""
+
+    tiles: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    _allocator: HostAllocator = field(default_factory=HostAllocator)
+
+    def _take(self, tile: int) -> list[torch.Tensor]:
+        """Views of one buffer, as a tile lies in staging memory."""
+        dtypes = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
+        sizes = [page_round(tile * dtype.itemsize) for dtype in dtypes]
+        parts = self._allocator.allocate(sum(sizes)).split(sizes)
+        return [part[: tile * dtype.itemsize].view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+    @classmethod
+    def drawn(cls, numel: int, tile: int) -> _Tiles:
+        generator = torch.Generator().manual_seed(0)
+        found, fmt = cls(), state_format(torch.bfloat16)
+        for _ in range(numel // tile):
+            weight, lo, m, v, grad = found._take(tile)
+            store_master(fmt, torch.randn(tile, generator=generator), weight, {"lo": lo})
+            m.copy_(1e-2 * torch.randn(tile, generator=generator))
+            v.copy_(1e-4 * torch.rand(tile, generator=generator))
+            grad.copy_(1e-2 * torch.randn(tile, generator=generator))
+            found.tiles.append((weight, lo, m, v, grad))
+        return found
+
+
+def measure(
+    *, numel: int, tile: int, threads: int, rounds: int, compiled: Path | None = None
+) -> tuple[list[AdamRate], bool | None]:
+    """Ours first, then the function ``adam`` of the shared library ``compiled``, ``torch.optim.AdamW(fused=True)`` on fp32
+    with the casts that bf16 training needs, and DeepSpeed's where it is installed, with and without those.
+
+    Also returns whether the library's results are ours to the bit (None without it).
+    """
+    ours, same = _Tiles.drawn(numel, tile), None
+    fmt = state_format(torch.bfloat16)
+    warm_up(fmt, torch.bfloat16)
+
+    def kernel(index: int) -> None:
+        weight, lo, m, v, grad = ours.tiles[index]
+        update(fmt, weight, {"lo": lo, "m": m, "v": v}, grad, HYPER, 0.5)
+
+    count = numel // tile
+    with ThreadPoolExecutor(threads) as executor:
+        ways: dict[str, Callable[[], object]] = {"tierzero": lambda: list(executor.map(kernel, range(count)))}
+        if compiled is not None:
+            theirs = _Tiles.drawn(numel, tile)
+            call = _from_library(compiled, theirs)
+            ways["vectorised C++"] = lambda: list(executor.map(call, range(count)))
+            for way in ways.values():
+                way()
+            same = all(
+                torch.equal(a, b)
+                for x, y in zip(ours.tiles, theirs.tiles, strict=True)
+                for a, b in zip(x, y, strict=True)
+            )
+        ways["torch fused, with casts"] = _torch_fused(numel, tile, threads)
+        for casts in (True, False):
+            deepspeed = _deepspeed(numel, casts)
+            if deepspeed is not None:
+                ways[f"DeepSpeedCPUAdam, {'with' if casts else 'no'} casts"] = deepspeed
+        return _rates(ways, count * tile, rounds), same
+
+
+def _from_library(path: Path, state: _Tiles) -> Callable[[int], None]:
+    function = ctypes.CDLL(str(path)).adam
+    scalars = [ctypes.c_float(value) for value in HYPER.scalars()]
+
+    def call(index: int) -> None:
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in state.tiles[index]]
+        function(*pointers, ctypes.c_long(state.tiles[index][0].numel()), ctypes.c_float(0.5), *scalars)
+
+    return call
+
+
+def _torch_fused(numel: int, tile: int, threads: int) -> Callable[[], None]:
+    torch.set_num_threads(threads)
+    masters = [torch.randn(tile, requires_grad=True) for _ in range(numel // tile)]
+    weights = [master.detach().bfloat16() for master in masters]
+    grads = [torch.randn(tile).bfloat16() for _ in masters]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step() -> None:
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+
+    return step
+
+
+def _deepspeed(numel: int, casts: bool) -> Callable[[], object] | None:
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        return None
+    master = torch.randn(numel, requires_grad=True)
+    master.grad = torch.randn(numel)
+    optimizer = DeepSpeedCPUAdam([master], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True)
+    if not casts:
+        step: Callable[[], object] = optimizer.step
+        return step
+    weight, grad = torch.empty(numel, dtype=torch.bfloat16), torch.randn(numel).bfloat16()
+
+    def cast_and_step() -> None:
+        master.grad.copy_(grad)  # type: ignore[union-attr]
+        optimizer.step()
+        with torch.no_grad():
+            weight.copy_(master)
+
+    return cast_and_step
+
+
+def _rates(ways: dict[str, Callable[[], object]], numel: int, rounds: int) -> list[AdamRate]:
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        order: Sequence[str] = list(ways) if number % 2 else list(ways)[::-1]
+        for name in order:
+            started = time.perf_counter()
+            ways[name]()
+            if number:  # the first round warms up
+                rates[name].append(numel / (time.perf_counter() - started))
+    ours = rates["tierzero"]
+    return [
+        AdamRate(name, statistics.median(found), statistics.median(a / b for a, b in zip(ours, found, strict=True)))
+        for name, found in rates.items()
+    ]
