@@ -117,7 +117,7 @@ def test_it_learns() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.1 < losses[0]
     assert made.generate(torch.tensor([[0]]), 10, temperature=0)[0].tolist() == list(range(11))
 

@@ -60,8 +60,8 @@ class _Tiles:
 def measure(
     *, numel: int, tile: int, threads: int, rounds: int, compiled: Path | None = None
 ) -> tuple[list[AdamRate], bool | None]:
-    """Ours first, then the function ``adam`` of the shared library ``compiled``, ``torch.optim.AdamW(fused=True)`` on fp32
-    with the casts that bf16 training needs, and DeepSpeed's where it is installed, with and without those.
+    """Ours first, then the function ``adam`` of the shared library ``compiled``, ``torch.optim.AdamW(fused=True)`` on
+    fp32 with the casts that bf16 training needs, and DeepSpeed's where it is installed, with and without those.
 
     Also returns whether the library's results are ours to the bit (None without it).
     """
