@@ -23,7 +23,7 @@ from tierzero.errors import TierError
 from tierzero.runtime.device import Device
 from tierzero.runtime.state import GroupState, Home, Tile
 from tierzero.runtime.stats import RoomClock
-from tierzero.tiers import Buffer, Lease, MemoryPool, Priority, Residency, Tier, TieredStore, page_round
+from tierzero.tiers import Buffer, Lease, MemoryPool, Priority, Request, Residency, Tier, TieredStore, page_round
 
 
 class Parts(Flag):
@@ -56,6 +56,14 @@ class OpenTile:
     """(device memory, staged copy) of homes on a device that the host cannot address."""
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A tile that is being read ahead, or has been; ``request`` makes the rest of the read urgent."""
+
+    task: asyncio.Task[OpenTile]
+    request: Request
+
+
 class TileIO:
     """Opens, closes and writes back tiles. Its coroutines run on the engine's loop."""
 
@@ -64,7 +72,7 @@ class TileIO:
         self.staging = staging
         self._device = device
         self.room = RoomClock()
-        self._ahead: dict[int, asyncio.Task[OpenTile]] = {}
+        self._ahead: dict[int, _Ahead] = {}
         """Tiles read ahead, by identity."""
         self._lent: dict[int, asyncio.Future[None]] = {}
         """Of these, whose weights are being copied: done when they are not any more."""
@@ -103,14 +111,18 @@ class TileIO:
         if self.staging.free < nbytes + reserve or (buffer := self.staging.try_allocate(nbytes)) is None:
             return False
         self.room.change(holding=1)
-        work = self._read_ahead(OpenTile(tile, staging=buffer), state, self._lay_out([home for _, home in staged]))
-        self._ahead[id(tile)] = self._store.engine.spawn(work)
+        request = Request(Priority.WRITE_BACK)  # after all that is more urgent
+        places = self._lay_out([home for _, home in staged])
+        work = self._read_ahead(OpenTile(tile, staging=buffer), state, places, request)
+        self._ahead[id(tile)] = _Ahead(self._store.engine.spawn(work), request)
         return True
 
-    async def _read_ahead(self, opened: OpenTile, state: list[Home], places: dict[int, int]) -> OpenTile:
+    async def _read_ahead(
+        self, opened: OpenTile, state: list[Home], places: dict[int, int], request: Request
+    ) -> OpenTile:
         """A failure is the engine's, as that of a write-back, and of whoever opens the tile."""
         try:
-            await self._read_state(opened, state, places, Priority.WRITE_BACK)  # after all that is more urgent
+            await self._read_state(opened, state, places, request.priority, request)
         except BaseException:
             self.close(opened)
             raise
@@ -127,7 +139,8 @@ class TileIO:
             return
         returned = self._lent[key] = asyncio.get_running_loop().create_future()
         try:
-            opened = await asyncio.shield(self._ahead[key])
+            self._ahead[key].request.promote()
+            opened = await asyncio.shield(self._ahead[key].task)
             assert opened.staging is not None
             yield opened.staging.view(group.layout.dtype, tile.span.numel)  # they come first in it
         finally:
@@ -148,13 +161,14 @@ class TileIO:
     async def _take_ahead_by(self, key: int) -> OpenTile | None:
         while key in self._lent:
             await asyncio.shield(self._lent[key])
-        task = self._ahead.pop(key, None)
-        if task is None:
+        ahead = self._ahead.pop(key, None)
+        if ahead is None:
             return None
+        ahead.request.promote()
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(ahead.task)
         except BaseException:
-            task.add_done_callback(self._close_forgotten)
+            ahead.task.add_done_callback(self._close_forgotten)
             raise
 
     def _close_forgotten(self, task: asyncio.Task[OpenTile]) -> None:
@@ -285,14 +299,19 @@ class TileIO:
         await all_or_first_error(reads)
 
     async def _read_state(
-        self, opened: OpenTile, homes: list[Home], places: dict[int, int], priority: Priority
+        self,
+        opened: OpenTile,
+        homes: list[Home],
+        places: dict[int, int],
+        priority: Priority,
+        request: Request | None = None,
     ) -> None:
         assert opened.staging is not None
         start = places[id(homes[0])]
         length = sum(page_round(home.nbytes) for home in homes)
         # The homes of one tile lie one after another in the file and in the staging buffer: this is one request.
         opened.lease = await self._store.page_in(
-            [home.stored for home in homes], opened.staging.memory(start, length), priority
+            [home.stored for home in homes], opened.staging.memory(start, length), priority, request
         )
 
     async def _read_gradient(self, opened: OpenTile, home: Home, start: int, priority: Priority) -> None:

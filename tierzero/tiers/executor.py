@@ -54,17 +54,19 @@ class Request:
 class _Job:
     """A call and the future of its result. ``order``: arrival, which decides among equal priorities."""
 
-    __slots__ = ("call", "future", "order", "taken")
+    __slots__ = ("behind", "call", "future", "order", "taken")
 
     def __init__(self, call: Callable[[], Any], order: int) -> None:
         self.call: Callable[[], Any] | None = call
         self.future: Future[Any] = Future()
         self.order = order
         self.taken = False
+        self.behind = False
 
 
 class PriorityExecutor(Executor):
-    """At most ``workers`` calls at a time, the waiting ones by (priority, arrival).
+    """At most ``workers`` calls at a time, the waiting ones by (priority, arrival). Calls of the least urgency leave a
+    quarter of the workers free: what is urgent never waits for all of them to end.
 
     The threads are daemons and start on demand: unlike those of ThreadPoolExecutor they are not joined at interpreter
     exit, where a stuck drive would hang the process.
@@ -72,6 +74,9 @@ class PriorityExecutor(Executor):
 
     def __init__(self, workers: int, name: str) -> None:
         self._workers = workers
+        self._most_behind = workers - workers // 4
+        self._behind = 0
+        """Calls of the least urgency that run now."""
         self._name = name
         self._heap: list[tuple[int, int, int, _Job]] = []
         self._sequence = itertools.count()
@@ -130,6 +135,7 @@ class PriorityExecutor(Executor):
         with self._ready:
             if not job.taken:  # the old entry stays behind and is skipped
                 heapq.heappush(self._heap, (priority, job.order, next(self._sequence), job))
+                self._ready.notify()
 
     def _start_thread(self) -> None:
         name = f"{self._name}-{len(self._threads)}"
@@ -147,19 +153,26 @@ class PriorityExecutor(Executor):
             finally:
                 with self._ready:
                     self._busy -= 1
+                    self._behind -= job.behind
+                    if self._stopping:  # who waits for its turn behind this one has to see that nothing is left
+                        self._ready.notify_all()
+                    elif job.behind:
+                        self._ready.notify()
             # An idle worker must not keep the last job's memory alive.
             del job
 
     def _next(self) -> _Job | None:
         with self._ready:
             while True:
-                while self._heap:
-                    job = heapq.heappop(self._heap)[3]
+                while self._heap and (self._heap[0][0] < Priority.WRITE_BACK or self._behind < self._most_behind):
+                    priority, _, _, job = heapq.heappop(self._heap)
                     if not job.taken:
                         job.taken = True
                         self._busy += 1
+                        job.behind = priority >= Priority.WRITE_BACK
+                        self._behind += job.behind
                         return job
-                if self._stopping:
+                if self._stopping and not self._heap:
                     return None
                 self._idle += 1
                 self._ready.wait()
