@@ -107,6 +107,8 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
     runtime = runtime_of(model)
     runtime.require_open()
     runtime.flush()
+    if runtime.collectives is not None:
+        runtime.collectives.barrier()  # the gathers that follow might fit those of a rank that trains on
     keep = not rank0_only or runtime.world.rank == 0
     by_slot: dict[SlotState, torch.Tensor] = {}
     for unit in runtime.units:

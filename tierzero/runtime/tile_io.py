@@ -11,8 +11,9 @@ leave enough of it for others to go on without theirs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import reduce
@@ -76,9 +77,25 @@ class TileIO:
         """Tiles read ahead, by identity."""
         self._lent: dict[int, asyncio.Future[None]] = {}
         """Of these, whose weights are being copied: done when they are not any more."""
+        self._in_use: Counter[int] = Counter()
+        """Tiles that somebody is about to read or to write, whatever their residency still says: not to be read
+        ahead.
+        """
 
     async def open(self, group: GroupState, tile: Tile, parts: Parts, priority: Priority) -> OpenTile:
         """Pages in what is not in memory and returns views of it all. Raises TierError when a read fails."""
+        with self._using(tile):
+            return await self._open(group, tile, parts, priority)
+
+    @contextmanager
+    def _using(self, tile: Tile) -> Iterator[None]:
+        self._in_use[id(tile)] += 1
+        try:
+            yield
+        finally:
+            self._in_use[id(tile)] -= 1
+
+    async def _open(self, group: GroupState, tile: Tile, parts: Parts, priority: Priority) -> OpenTile:
         wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
         staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
         opened = await self._take_ahead(tile)
@@ -105,7 +122,9 @@ class TileIO:
         """
         staged = [(k, h) for k, h in self._homes(tile, Parts.ALL) if h is not None and not self._addressable(h)]
         state = [home for kind, home in staged if _is_ahead(kind, home)]
-        if not state or id(tile) in self._ahead or any(h.stored.residency is not Residency.AT_HOME for h in state):
+        if not state or id(tile) in self._ahead or self._in_use[id(tile)]:
+            return True
+        if any(home.stored.residency is not Residency.AT_HOME for home in state):
             return True
         nbytes = sum(page_round(home.nbytes) for _, home in staged)
         if self.staging.free < nbytes + reserve or (buffer := self.staging.try_allocate(nbytes)) is None:
@@ -130,12 +149,13 @@ class TileIO:
 
     @asynccontextmanager
     async def weights_ahead(self, group: GroupState, tile: Tile) -> AsyncIterator[torch.Tensor | None]:
-        """The weights of a tile that was read ahead, which stays so; None where it was not."""
+        """The weights of a tile that was read ahead, which stays so; None where it was not, and is not inside."""
         key = id(tile)
         while key in self._lent:
             await asyncio.shield(self._lent[key])
         if key not in self._ahead:
-            yield None
+            with self._using(tile):
+                yield None
             return
         returned = self._lent[key] = asyncio.get_running_loop().create_future()
         try:
@@ -177,6 +197,7 @@ class TileIO:
 
     async def open_fresh(self, group: GroupState, tile: Tile, parts: Parts) -> OpenTile:
         """Like `open`, but reads nothing: the opener fills every byte, then calls `store_fresh`."""
+        self._in_use[id(tile)] += 1  # until `store_fresh` has ended
         await self.discard_ahead(tile)
         wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
         staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
@@ -205,6 +226,7 @@ class TileIO:
                 start, length = places[id(files[0])], sum(page_round(home.nbytes) for home in files)
                 await self._store.write([home.stored for home in files], opened.staging.memory(start, length), priority)
         finally:
+            self._in_use[id(opened.tile)] -= 1
             self._release(opened)
 
     async def write_back(self, opened: OpenTile, priority: Priority = Priority.WRITE_BACK) -> None:

@@ -209,10 +209,16 @@ class Updater:
         if home.tier is not Tier.NVME:
             return [self._device.copy_in(target, home.tensor(group.layout.dtype, tile.span.numel), destination.after)]
         async with self._tile_io.weights_ahead(group, tile) as ahead:
-            if ahead is not None:
-                event = self._device.copy_in(target, ahead, destination.after)
-                await self._synchronize(event)
-                return [event]
+            if ahead is None:
+                return await self._read_weights_from_file(group, tile, destination, target, priority)
+            event = self._device.copy_in(target, ahead, destination.after)
+            await self._synchronize(event)
+            return [event]
+
+    async def _read_weights_from_file(
+        self, group: GroupState, tile: Tile, destination: Destination, target: torch.Tensor, priority: Priority
+    ) -> list[Event]:
+        home = tile.weight
         begin = destination.offset + tile.span.start * group.layout.dtype.itemsize
         if self._fits_directly(destination, begin, home):
             lease = await self._store.page_in(
