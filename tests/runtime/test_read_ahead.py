@@ -138,14 +138,3 @@ def test_closing_gives_back_what_was_read_ahead(tmp_path: Path) -> None:
     assert used > 0
     assert runtime.pools["host"].used == 0
     assert threading.active_count() <= threads + 1
-
-
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-@pytest.mark.parametrize("tile", [4096, 8192, 1 << 16])
-def test_reading_ahead_never_meets_a_fetch_of_the_same_tile(tmp_path: Path, prefetch: int, tile: int) -> None:
-    """A fetch that waits for a write-back to end has not claimed its tile yet; reading ahead must not come between."""
-    case = Case(lambda: Stack(4), regression, (Block,), steps=8)
-    wanted = train_sharded(case, config(tmp_path, "host"))
-    settings = config(tmp_path, tiers={"prefetch": prefetch, "tile": tile, "device": "auto", "host": "64MiB"})
-    for _ in range(3):
-        assert_bits(train_sharded(case, settings), wanted)
