@@ -106,7 +106,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
     """
     runtime = runtime_of(model)
     runtime.require_open()
-    runtime.flush()
+    runtime.flush_to_read()
     if runtime.collectives is not None:
         runtime.collectives.barrier()  # the gathers that follow might fit those of a rank that trains on
     keep = not rank0_only or runtime.world.rank == 0
@@ -134,7 +134,7 @@ def read_state(parameter: nn.Parameter, kind: StateKind) -> torch.Tensor:
     slot = _slot(parameter)
     runtime = slot.owner
     runtime.require_open()
-    runtime.flush()
+    runtime.flush_to_read()
     return read_full(runtime, slot, kind)
 
 

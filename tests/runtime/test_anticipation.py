@@ -52,12 +52,38 @@ def changed_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def evaluated_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    with torch.no_grad():
+        regression(model, 1, 0)
+
+
+def used_in_part_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    model.blocks[0](torch.ones(1, model.first.weight.shape[0]))
+
+
+def read_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    tz.full_state_dict(model)
+
+
+def edited_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    with tz.gathered(model.first.weight):
+        pass
+
+
 LOOPS: dict[Loop, str] = {
+    evaluated_between: "weights are used between",
+    used_in_part_between: "weights are used between",
+    read_between: "weights are used between",
+    edited_between: "weights are used between",
     given_up: "gradients are dropped",
     given_up_by_the_model: "gradients are dropped",
     stepped_twice: "a second optimizer.step",
     not_zeroed: "without zero_grad",
-    accumulated: "a second backward before",
+    accumulated: "weights are used between",
     changed_late: "hyperparameters of .* were changed",
 }
 
@@ -108,3 +134,26 @@ def test_one_of_two_optimizers_that_does_not_step_is_missed(tmp_path: Path) -> N
         second.step()
         with pytest.raises(tz.ConfigError, match=r"no optimizer\.step"):
             first.zero_grad()
+
+
+def test_parameters_of_no_optimizer_are_nobodys_concern(tmp_path: Path) -> None:
+    found = []
+    for settings in (BACKWARD, {"optimizer": {"overlap": "none"}}):
+        with sharded(built(STACK), config(tmp_path, **settings), STACK.units) as model:
+            optimizer = tz.AdamW([p for p in model.parameters() if p.ndim > 1], lr=0.01)
+            for step in range(3):
+                regression(model, step, 0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(tz.full_state_dict(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_a_checkpoint_between_backward_and_step_is_refused(tmp_path: Path) -> None:
+    with sharded(built(STACK), config(tmp_path, **BACKWARD), STACK.units) as model:
+        optimizer = tz.AdamW(model.parameters(), lr=0.01)
+        regression(model, 0, 0).backward()
+        with pytest.raises(tz.ConfigError, match="weights are used between"):
+            tz.save_checkpoint(model, optimizer, tmp_path / "saved")
+        optimizer.step()
+        tz.save_checkpoint(model, optimizer, tmp_path / "saved")

@@ -138,3 +138,39 @@ def test_closing_gives_back_what_was_read_ahead(tmp_path: Path) -> None:
     assert used > 0
     assert runtime.pools["host"].used == 0
     assert threading.active_count() <= threads + 1
+
+
+def test_accumulation_with_gradients_on_nvme_beside_reading_ahead(tmp_path: Path) -> None:
+    """Old gradients are merged with new ones while the state of the same tiles is read ahead."""
+    placement = {"params": "nvme", "optimizer": "host", "gradients": "nvme"}
+    found = []
+    for settings in (config(tmp_path, "host"), config(tmp_path, placement=placement)):
+        with sharded(built(STACK), settings, STACK.units) as model:
+            optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+            for step in range(30):
+                for micro in range(2):
+                    regression(model, 2 * step + micro, 0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(tz.full_state_dict(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_a_step_after_a_broken_backward_is_the_same_wherever_gradients_lie(tmp_path: Path) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("broken off")
+
+    found = []
+    for tier in ("host", "nvme"):
+        with sharded(built(STACK), config(tmp_path, tier), STACK.units) as model:
+            optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+            for step in range(4):
+                regression(model, step, 0).backward()
+                hidden = model.blocks[1](model.blocks[0](model.first(torch.ones(2, model.first.weight.shape[1]))))
+                hidden.register_hook(fail)
+                with pytest.raises(ValueError, match="broken off"):
+                    model.last(model.blocks[2](hidden)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(tz.full_state_dict(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])

@@ -40,8 +40,8 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     together(runtime, folder, "read it", lambda: sources.append(_open_and_check(runtime, optimizer, folder)))
     manifest, reader = sources[0].manifest, sources[0].reader
     try:
-        runtime.flush()
         runtime.anticipation.clear()
+        runtime.flush()
         runtime.zero_grad()
         for unit in runtime.units:
             runtime.pager.forget(unit)

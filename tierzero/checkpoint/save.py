@@ -53,7 +53,7 @@ def save_checkpoint(
     target = Path(os.path.realpath(path))  # a link to a checkpoint stays one
     staging = target.with_name(f".{target.name}.partial")
     together(runtime, target, "write it", lambda: _check(runtime, optimizer, extra))
-    runtime.flush()
+    runtime.flush_to_read()
     try:
         together(runtime, target, "write it", lambda: _prepare(runtime, target, staging))
         together(runtime, target, "write it", lambda: _write_rank(runtime, model, staging))

@@ -63,6 +63,12 @@ class Anticipation:
         if spent is not None:
             _refuse(f"a second backward without zero_grad(): the gradient of {spent.name!r} is used up")
 
+    def check_use(self) -> None:
+        """Weights are about to be read."""
+        if self._assumed:
+            name = next(iter(self._assumed)).name
+            _refuse(f"weights are used between backward and optimizer.step(), and {name!r} has been updated already")
+
     def clear(self) -> None:
         """The state is a new one, as after loading a checkpoint."""
         self.units.clear()

@@ -140,6 +140,7 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
     Raises NotResidentError at the end of the outermost where a parameter was changed in place: what is written into a
     gathered copy is lost with it.
     """
+    runtime.check_use()
     gathered = runtime.pager.demand(unit)
     lent: list[_Lent] = []
     around = unit.active

@@ -313,6 +313,7 @@ class Gradients:
         for unit in self._units:
             state = self._arrivals[unit.index]
             if state.buckets and self._collectives is None:
+                self.before_arrival(unit)
                 self._dispatch(unit)
             for bucket in state.buckets.values():
                 self._pool.release(bucket.buffer)

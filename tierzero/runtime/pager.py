@@ -94,7 +94,7 @@ class Pager:
         """
         if in_order:
             self.trace.access(unit.index, _in_backward())
-        if self._recent[-1:] != [unit.index]:
+        if in_order and self._recent[-1:] != [unit.index]:
             self._recent = [*self._recent[-1:], unit.index]
         record = self._records[unit.index]
         if record.state is Paging.AWAY:

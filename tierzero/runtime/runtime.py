@@ -164,6 +164,7 @@ class Runtime:
     def full_copy(self, slot: SlotState) -> torch.Tensor:
         """The parameter's values in a tensor of its own, on the device."""
         self.require_open()
+        self.check_use()
         gathered = self.pager.demand(slot.group.unit)[slot.group.index]
         return gathered.parameter_values(slot.slot).clone()
 
@@ -171,7 +172,7 @@ class Runtime:
 
     def grad_norm(self) -> float:
         """The 2-norm of all gradients over ranks and tiers, unscaled, as clipped so far. Every rank must call it."""
-        self.gradients.finish()
+        self._collect_gradients()
         squares = sum(slot.sum_of_squares * slot.clip_factor**2 for slot in self.slots() if slot.has_grad)
         if self.collectives is not None and self.groups()[0].layout.parts > 1:
             with self.stalls.waiting("gather"):
@@ -210,7 +211,7 @@ class Runtime:
         self.anticipation.confirm(hyper_of, slots)
         self._settle_backward_updates()
         self.engine.check()
-        self.gradients.finish()
+        self._collect_gradients()
         applied = True
         if self.on_step_skipped is not None:
             applied = self.grad_norm() < float("inf")
@@ -221,6 +222,12 @@ class Runtime:
         self._spend_confirmed()
         self._end_step()
         return applied
+
+    def _collect_gradients(self) -> None:
+        """All gradients at home, also what a backward that was broken off has left half collected."""
+        if torch._C._current_graph_task_id() == -1:
+            self.gradients.recover()
+        self.gradients.finish()
 
     def _fix_updates(self, stepped: Stepped) -> None:
         self._moments.take_over(stepped)
@@ -262,6 +269,16 @@ class Runtime:
                     futures.append(self.engine.submit(self.updater.bring(group, spec, None, Priority.DEMAND)))
         with self.stalls.waiting("optimizer"):
             _wait_all(futures)
+
+    def check_use(self) -> None:
+        """Refuses a use of weights that a backward has updated already and no step has confirmed."""
+        if torch._C._current_graph_task_id() == -1:
+            self.anticipation.check_use()
+
+    def flush_to_read(self) -> None:
+        """`flush`, for whoever reads or changes state by hand."""
+        self.check_use()
+        self.flush()
 
     def flush(self) -> None:
         """Brings the tiers up to date: every update applied and written. After it the state is that of the last
@@ -312,9 +329,9 @@ class Runtime:
         """The gradients that confirmed updates have used may be overwritten."""
         for unit in self.anticipation.take_confirmed(self.units):
             for slot in unit.all_slots():
-                had = slot.has_grad
+                used = slot.has_grad and slot.hyper_of is not None
                 slot.drop_gradient()
-                slot.spent = had
+                slot.spent = used
 
     def _before_arrival(self, unit: UnitState) -> None:
         """A gradient must not overwrite one that a pending update still has to read."""

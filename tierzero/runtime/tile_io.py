@@ -98,7 +98,7 @@ class TileIO:
     async def _open(self, group: GroupState, tile: Tile, parts: Parts, priority: Priority) -> OpenTile:
         wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
         staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
-        opened = await self._take_ahead(tile)
+        opened = await self._take_ahead(tile) if parts & Parts.STATE else None
         if opened is not None and parts is not Parts.ALL:
             self.close(opened)
             opened = None
