@@ -8,14 +8,8 @@ from collections.abc import Mapping
 
 from tierzero.errors import BudgetError
 from tierzero.planner.buffers import FEWEST_STAGING_TILES, arena_bytes, bucket_bytes, staging_tile_bytes
-from tierzero.planner.shape import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest
+from tierzero.planner.shape import BYTES_OF, Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest
 from tierzero.tiers import Tier
-
-_SIZES = {
-    "params": GroupShape.weight_bytes,
-    "optimizer": GroupShape.optimizer_bytes,
-    "gradients": GroupShape.gradient_bytes,
-}
 
 
 def floor_plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, prefetch: int) -> MemoryPlan:
@@ -53,8 +47,8 @@ def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, fl
     # Without a GPU and with no budget of its own, the device tier gets no state: its memory is the host's.
     room = 0 if budgets.device_is_host and budgets.device is None else max(0, device - floor.device)
     room += max(0, host - floor.host) + nvme - floor.nvme_state
-    total = sum(_total(shape, kind) for kind in _SIZES)
-    auto = sum(_total(shape, kind) for kind in _SIZES if getattr(request, kind) == "auto")
+    total = sum(_total(shape, kind) for kind in BYTES_OF)
+    auto = sum(_total(shape, kind) for kind in BYTES_OF if getattr(request, kind) == "auto")
     if auto > room:
         raise BudgetError(
             f"the model's training state, {total:,} bytes per rank, does not fit in tiers.device ({device:,} bytes), "
@@ -65,13 +59,13 @@ def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, fl
 
 
 def _total(shape: ModelShape, kind: str) -> int:
-    return sum(_SIZES[kind](group, group.layout.shard_numel) for group in shape.groups)
+    return sum(BYTES_OF[kind](group, group.layout.shard_numel) for group in shape.groups)
 
 
 def _fixed_bytes(shape: ModelShape, request: PlanRequest, tile: int) -> dict[Tier, int]:
     """Bytes that go to each tier by configured fractions, which placing meets to within a tile."""
     fixed = dict.fromkeys(Tier, 0)
-    for kind, size in _SIZES.items():
+    for kind, size in BYTES_OF.items():
         split = getattr(request, kind)
         if not isinstance(split, Mapping):
             continue

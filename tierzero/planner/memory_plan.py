@@ -99,10 +99,10 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
     staging_tile = staging_tile_bytes(shape, tile)
     # On a CPU the gathered units come out of the same memory as the host tier.
     shared = arena + buckets if budgets.device_is_host and budgets.host is None else 0
-    device_room = _room(budgets.device, budgets.device_free, arena + buckets)
+    device_room = max(0, budgets.device_limit - arena - buckets)
     room = {
         Tier.DEVICE: 0 if budgets.device_is_host and budgets.device is None else device_room,
-        Tier.HOST: _room(budgets.host, budgets.host_free, _reserved_staging(budgets, staging_tile) + shared),
+        Tier.HOST: max(0, budgets.host_limit - _reserved_staging(budgets, staging_tile) - shared),
     }
     homes = place(shape, request, budgets, tile, room)
     in_place = tuple(is_in_place(group, tiles, budgets) for group, tiles in zip(shape.groups, homes, strict=True))
@@ -130,10 +130,6 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
     )
 
 
-def _room(budget: int | None, free: int, reserved: int) -> int:
-    return max(0, (free if budget is None else budget) - reserved)
-
-
 def _reserved_staging(budgets: Budgets, staging_tile: int) -> int:
     """What "auto" leaves for tiles in flight: the usual number, but no more than a quarter of the budget for it."""
     return max(FEWEST_STAGING_TILES * staging_tile, min(STAGING_TILES * staging_tile, budgets.host_limit // 4))
@@ -152,11 +148,10 @@ def _check_fits(shape: ModelShape, plan: MemoryPlan, budgets: Budgets) -> None:
         f"{plan.staging_tile:,})"
     )
     rows = (
-        ("device", plan.device, budgets.device, budgets.device_free, device_parts),
-        ("host", plan.host, budgets.host, budgets.host_free, host_parts),
+        ("device", plan.device, budgets.device, budgets.device_limit, device_parts),
+        ("host", plan.host, budgets.host, budgets.host_limit, host_parts),
     )
-    for tier, needed, budget, free, parts in rows:
-        limit = free if budget is None else budget
+    for tier, needed, budget, limit, parts in rows:
         if needed > limit:
             if budget is not None:
                 source, advice = f"tiers.{tier} = {budget:,} bytes per rank", f"raise tiers.{tier}"
@@ -165,7 +160,7 @@ def _check_fits(shape: ModelShape, plan: MemoryPlan, budgets: Budgets) -> None:
                     source = f"tiers.host = {budget * ranks:,} bytes, {budget:,} for each of {ranks} ranks"
                     advice = f"raise it by {ranks} times that"
             else:
-                source, advice = f"the {free:,} bytes of {tier} memory that are free", "use more ranks, free some"
+                source, advice = f"the {limit:,} bytes of {tier} memory that are free", "use more ranks, free some"
             raise BudgetError(
                 f"{source}: {needed - limit:,} bytes short of the {needed:,} needed: {parts}; {advice} or place more "
                 "on another tier",

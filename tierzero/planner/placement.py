@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tierzero.planner.shape import Budgets, GroupShape, ModelShape, PlanRequest, Split, TileHomes
+from tierzero.planner.shape import BYTES_OF, Budgets, GroupShape, ModelShape, PlanRequest, Split, TileHomes
 from tierzero.tiers import Tier, page_round
 
 
@@ -50,11 +50,6 @@ def place(
     tiles = [[span.numel for span in group.layout.tiles(tile)] for group in shape.groups]
     chosen: dict[str, list[list[Tier]]] = {}
     kinds = ("params", "gradients", "optimizer")
-    size = {
-        "params": GroupShape.weight_bytes,
-        "gradients": GroupShape.gradient_bytes,
-        "optimizer": GroupShape.optimizer_bytes,
-    }
     for kind in sorted(kinds, key=lambda k: getattr(request, k) == "auto"):  # stable: params before optimizer
         chooser = _Chooser(getattr(request, kind), room, budgets.nvme)
         # A GPU updates what lies in its memory: optimizer state is only of use there beside the weights.
@@ -62,7 +57,7 @@ def place(
         chosen[kind] = [
             [
                 chooser.choose(
-                    page_round(size[kind](group, numel)),
+                    page_round(BYTES_OF[kind](group, numel)),
                     device_allowed=not with_weights or chosen["params"][index][tile_index] is Tier.DEVICE,
                 )
                 for tile_index, numel in enumerate(numels)

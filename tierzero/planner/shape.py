@@ -32,6 +32,14 @@ class GroupShape:
         return elements * self.grad_itemsize if self.fmt else 0
 
 
+BYTES_OF = {
+    "params": GroupShape.weight_bytes,
+    "optimizer": GroupShape.optimizer_bytes,
+    "gradients": GroupShape.gradient_bytes,
+}
+"""Bytes of a number of elements of a group, for each kind of state as placements name it."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The groups of all units, and for each unit the units that are gathered while it runs (its ancestors)."""

@@ -90,16 +90,21 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
     return config
 
 
+def as_variant(work: Workload, name: str) -> Workload:
+    """``work`` for one of `VARIANTS`; its own configuration goes over the variant's, key by key."""
+    system, config = VARIANTS[name]
+    merged = {key: {**config.get(key, {}), **work.config.get(key, {})} for key in {*config, *work.config}}
+    return replace(work, system=system, config=merged)
+
+
 def compare(work: Workload, names: Sequence[str], rounds: int, progress: Any = None) -> list[Row]:
     """Runs every named variant ``rounds`` times, in turn."""
     outcomes: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names:
-            system, config = VARIANTS[name]
             if progress is not None:
                 progress(f"round {number + 1}/{rounds}: {name}")
-            merged = {key: {**config.get(key, {}), **work.config.get(key, {})} for key in {*config, *work.config}}
-            outcomes[name].append(run_once(replace(work, system=system, config=merged)))
+            outcomes[name].append(run_once(as_variant(work, name)))
     return [_row(name, work, results) for name, results in outcomes.items()]
 
 

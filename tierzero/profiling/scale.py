@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from tierzero.profiling.compare import SIZES, VARIANTS, environment
+from tierzero.profiling.compare import SIZES, as_variant, environment
 from tierzero.profiling.memory_cap import run_capped
 from tierzero.profiling.systems import Workload
 
@@ -33,11 +33,9 @@ def climb(
     work: Workload, sizes: Sequence[str], variant: str, limit: int, progress: Callable[[str], None]
 ) -> Iterator[Attempt]:
     """Trains ``sizes`` one after another, until one does not fit into ``limit`` bytes."""
-    system, config = VARIANTS[variant]
     for size in sizes:
         progress(f"{size} ...")
-        merged = {name: {**config.get(name, {}), **work.config.get(name, {})} for name in {*config, *work.config}}
-        attempt = _attempt(size, replace(work, system=system, config=merged, **SIZES[size]), limit)  # type: ignore[arg-type]
+        attempt = _attempt(size, replace(as_variant(work, variant), **SIZES[size]), limit)  # type: ignore[arg-type]
         yield attempt
         if not attempt.trained:
             return
