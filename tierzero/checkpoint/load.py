@@ -40,7 +40,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     together(runtime, folder, "read it", lambda: sources.append(_open_and_check(runtime, optimizer, folder)))
     manifest, reader = sources[0].manifest, sources[0].reader
     try:
-        runtime.anticipation.clear()
+        runtime.updates.anticipation.clear()
         runtime.flush()
         runtime.zero_grad()
         for unit in runtime.units:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -41,18 +41,48 @@ def update(
 
     Raises ``ValueError`` for tensors that do not fit the format, before anything is changed.
     """
-    segments = tuple(segment.name for segment in fmt.optimizer)
-    check_state(fmt, weight, parts, segments)
-    _check_grad_dtype(grad.dtype)
+    usual = _arguments(hyper)[1] is None
+    loop = _loops.get((fmt.name, grad.dtype, usual))
+    if loop is None:
+        warm_up(fmt, grad.dtype, hyper)
+        loop = _loops[fmt.name, grad.dtype, usual]
+    tensors = _checked(fmt, weight, parts, grad)
+    loop(*map(raw, tensors), np.float32(grad_scale), *_arguments(hyper))
+
+
+def _checked(
+    fmt: StateFormat, weight: torch.Tensor, parts: Mapping[str, torch.Tensor], grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """The loop's tensors in its order, or the ``ValueError`` of ``update``.
+
+    One look at each, what is wrong is found out after: an update of a tile takes a few hundred microseconds, and this
+    code has fallen out of the caches since the last one.
+    """
+    segments = fmt.optimizer
+    try:
+        tensors = [weight, *[parts[segment.name] for segment in segments], grad]
+    except KeyError:
+        tensors = []
+    dtypes = (fmt.weight_dtype, *[segment.dtype for segment in segments], grad.dtype)
+    length = weight.numel()
+    fit = [
+        tensor.shape == (length,) and tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu
+        for tensor, dtype in zip(tensors, dtypes, strict=False)
+    ]
+    if not (tensors and all(fit)):
+        _refuse(fmt, weight, parts, grad)
+    return tensors
+
+
+def _refuse(fmt: StateFormat, weight: torch.Tensor, parts: Mapping[str, torch.Tensor], grad: torch.Tensor) -> NoReturn:
+    check_state(fmt, weight, parts, tuple(segment.name for segment in fmt.optimizer))
     check_vector("grad", grad, grad.dtype, weight.numel())
     for name, tensor in (("weight", weight), ("grad", grad), *parts.items()):
         if not tensor.is_cpu:
             raise ValueError(
                 f"{name} is on {tensor.device}: the kernel updates host memory, use update_reference there"
             )
-    warm_up(fmt, grad.dtype, hyper)
-    arrays = [raw(weight), *(raw(parts[name]) for name in segments), raw(grad)]
-    _loop(fmt)(*arrays, np.float32(grad_scale), *_arguments(hyper))
+    raise AssertionError("these tensors fit")
 
 
 def warm_up(fmt: StateFormat, grad_dtype: torch.dtype, hyper: AdamHyper | None = None) -> None:
@@ -65,21 +95,23 @@ def warm_up(fmt: StateFormat, grad_dtype: torch.dtype, hyper: AdamHyper | None =
     _check_grad_dtype(grad_dtype)
     usual = hyper is None or _arguments(hyper)[1] is None
     key = (fmt.name, grad_dtype, usual)
-    if key in _warm:
+    if key in _loops:
         return
     from numba import types
 
-    from tierzero.optim import jit
+    from tierzero.optim import jit, loops
     from tierzero.optim.loops import Masks
 
     dtypes = (fmt.weight_dtype, *(segment.dtype for segment in fmt.optimizer), grad_dtype)
     arrays = (jit.array_type(raw(torch.empty(0, dtype=dtype)).dtype) for dtype in dtypes)
     masks = types.none if usual else jit.tuple_type(Masks, np.uint32)
-    jit.compile_for(_loop(fmt), (*arrays, types.float32, jit.tuple_type(AdamScalars, np.float32), masks))
-    _warm.add(key)
+    loop = getattr(loops, f"adam_{fmt.name}")
+    jit.compile_for(loop, (*arrays, types.float32, jit.tuple_type(AdamScalars, np.float32), masks))
+    _loops[key] = loop
 
 
-_warm: set[tuple[str, torch.dtype, bool]] = set()
+_loops: dict[tuple[str, torch.dtype, bool], Any] = {}
+"""Compiled loops by format name, gradient dtype, and whether the update is the usual one (see ``loops.Masks``)."""
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -104,12 +136,6 @@ def _arguments(hyper: AdamHyper) -> tuple[AdamScalars, Masks | None]:
     if conditions == (False, True):
         return scalars, None
     return scalars, Masks._make(np.uint32(0xFFFFFFFF if condition else 0) for condition in conditions)
-
-
-def _loop(fmt: StateFormat) -> Any:
-    from tierzero.optim import loops
-
-    return getattr(loops, f"adam_{fmt.name}")
 
 
 def _check_grad_dtype(dtype: torch.dtype) -> None:

@@ -75,11 +75,21 @@ def measure(
 
     count = numel // tile
     with ThreadPoolExecutor(threads) as executor:
-        ways: dict[str, Callable[[], object]] = {"tierzero": lambda: list(executor.map(kernel, range(count)))}
+
+        def tile_by_tile(call: Callable[[int], object]) -> Callable[[], object]:
+            """All tiles, each thread an equal share of them as OpenMP's static schedule would give it."""
+
+            def share(thread: int) -> None:
+                for index in range(thread, count, threads):
+                    call(index)
+
+            return lambda: list(executor.map(share, range(threads)))
+
+        ways = {"tierzero": tile_by_tile(kernel)}
         if compiled is not None:
             theirs = _Tiles.drawn(numel, tile)
             call = _from_library(compiled, theirs)
-            ways["vectorised C++"] = lambda: list(executor.map(call, range(count)))
+            ways["vectorised C++"] = tile_by_tile(call)
             for way in ways.values():
                 way()
             same = all(

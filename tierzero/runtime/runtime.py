@@ -3,13 +3,12 @@ talk to."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,18 +19,17 @@ from tierzero.errors import ConfigError
 from tierzero.optim.owner import HyperOf
 from tierzero.planner.shape import MemoryPlan
 from tierzero.runtime.access import zero_moments
-from tierzero.runtime.anticipation import Anticipation
 from tierzero.runtime.device import Device
-from tierzero.runtime.fixing import MomentOwners, Stepped, fixed_updates
 from tierzero.runtime.forward import SavedWeights
 from tierzero.runtime.gradients import Gradients
 from tierzero.runtime.pager import Pager
-from tierzero.runtime.state import GroupState, SlotState, UnitState, UpdateSpec, slot_of
+from tierzero.runtime.pending import PendingUpdates
+from tierzero.runtime.state import GroupState, SlotState, UnitState, slot_of
 from tierzero.runtime.stats import Counters, Stalls
 from tierzero.runtime.tile_io import TileIO
 from tierzero.runtime.update import Updater
 from tierzero.sharding.collectives import Collectives, World
-from tierzero.tiers import IoEngine, MemoryPool, Priority, Tier, TieredStore
+from tierzero.tiers import IoEngine, MemoryPool, Tier, TieredStore
 
 Overlap = Literal["forward", "backward", "none"]
 
@@ -87,7 +85,8 @@ class Runtime:
             parts.pools["buckets"],
             self.stalls,
         )
-        self.gradients.before_arrival = self._before_arrival
+        self.updates = PendingUpdates(units, parts.engine, self.updater, self.pager, self.stalls, self._start_afresh)
+        self.gradients.before_arrival = self.updates.make_way
         self.gradients.on_unit_complete = self._on_unit_complete
         self.saved_weights = SavedWeights(self.pager)
         self.saved_weights.know(self.slots())
@@ -96,8 +95,6 @@ class Runtime:
         self.loss_scale = 1.0
         """What the loss was multiplied with before backward."""
         self.on_step_skipped: Callable[[bool], None] | None = None
-        self.anticipation = Anticipation()
-        self._moments = MomentOwners(self._start_afresh)
         self._closed = False
         self._step_start = self._step_began = Counters()
         self._between_steps = True
@@ -135,7 +132,7 @@ class Runtime:
         self.require_open()
         if torch._C._current_graph_task_id() == -1:
             # Updates of a backward that no step followed: whether they failed must be known before going on.
-            self._settle_backward_updates()
+            self.updates.settle_early()
         self.engine.check()
         if torch._C._current_graph_task_id() == -1:
             self.gradients.recover()
@@ -208,8 +205,8 @@ class Runtime:
         """
         self.require_open()
         slots = list(slots)
-        self.anticipation.confirm(hyper_of, slots)
-        self._settle_backward_updates()
+        self.updates.anticipation.confirm(hyper_of, slots)
+        self.updates.settle_early()
         self.engine.check()
         self._collect_gradients()
         applied = True
@@ -217,9 +214,8 @@ class Runtime:
             applied = self.grad_norm() < float("inf")
             self.on_step_skipped(not applied)
         if applied:
-            done = self.anticipation.units
-            self._fix_updates([(s, hyper_of) for s in slots if s.has_grad and s.group.unit.index not in done])
-        self._spend_confirmed()
+            self.updates.fix_rest([(slot, hyper_of) for slot in slots if slot.has_grad], self.loss_scale)
+        self.updates.spend_confirmed()
         self._end_step()
         return applied
 
@@ -228,19 +224,6 @@ class Runtime:
         if torch._C._current_graph_task_id() == -1:
             self.gradients.recover()
         self.gradients.finish()
-
-    def _fix_updates(self, stepped: Stepped) -> None:
-        self._moments.take_over(stepped)
-        groups = dict.fromkeys(slot.group for slot, _ in stepped)
-        late = [group for group in groups if group.pending is not None]
-        if late:
-            self._apply(late)
-        for unit in {group.unit.index: group.unit for group in groups}.values():
-            self.pager.forget(unit)
-        with self.engine.whole():
-            for group, spec in fixed_updates(stepped, self.loss_scale):
-                group.version += 1
-                group.pending = spec
 
     def _start_afresh(self, slots: list[SlotState]) -> None:
         self.flush()
@@ -259,21 +242,10 @@ class Runtime:
         self.last_step, self._step_start = now.since(self._step_start, self._step_began), now
         self._between_steps = True
 
-    def _apply(self, groups: Iterable[GroupState]) -> None:
-        """Applies pending updates now, without gathering; waits for the updates, not for their write-back."""
-        futures: list[Future[Any]] = []
-        with self.engine.whole():
-            for group in groups:
-                spec, group.pending = group.pending, None
-                if spec is not None:
-                    futures.append(self.engine.submit(self.updater.bring(group, spec, None, Priority.DEMAND)))
-        with self.stalls.waiting("optimizer"):
-            _wait_all(futures)
-
     def check_use(self) -> None:
         """Refuses a use of weights that a backward has updated already and no step has confirmed."""
         if torch._C._current_graph_task_id() == -1:
-            self.anticipation.check_use()
+            self.updates.anticipation.check_use()
 
     def flush_to_read(self) -> None:
         """`flush`, for whoever reads or changes state by hand."""
@@ -285,64 +257,16 @@ class Runtime:
         step.
         """
         self.gradients.finish()
-        self.pager.settle()
-        self._apply(self.groups())
-        self._settle_backward_updates()
-        with self.stalls.waiting("nvme_write"):
-            self.engine.run(self.updater.drain())
+        self.updates.apply_all()
         self.engine.check()
 
-    # Updates beside the backward.
-
     def _on_unit_complete(self, unit: UnitState, reduced: Future[None] | None) -> None:
-        if (
-            self.overlap != "backward"
-            or unit.active
-            or unit.index in self.anticipation.units
-            or all(slot.hyper_of is None for slot in unit.all_slots())
-        ):
-            return
-        stepped = [(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None]
-        self._fix_updates(stepped)
-        with self.engine.whole():
-            self.anticipation.assume(unit, stepped)
-            for group in unit.groups:
-                spec, group.pending = group.pending, None
-                if spec is not None:
-                    update = self._update_after(reduced, group, spec)
-                    group.updating = self.engine.submit(self.updater.whole_or_failed(update))
-
-    async def _update_after(self, reduced: Future[None] | None, group: GroupState, spec: UpdateSpec) -> None:
-        if reduced is not None:
-            await asyncio.wrap_future(reduced)
-        await self.updater.apply(group, spec)
-
-    def _settle_backward_updates(self) -> None:
-        """Waits for updates beside the backward; raises what failed in them."""
-        busy = [group for group in self.groups() if group.updating is not None]
-        with self.stalls.waiting("optimizer"):
-            _wait_all([group.updating for group in busy if group.updating is not None])
-        for group in busy:
-            group.updating = None
-
-    def _spend_confirmed(self) -> None:
-        """The gradients that confirmed updates have used may be overwritten."""
-        for unit in self.anticipation.take_confirmed(self.units):
-            for slot in unit.all_slots():
-                used = slot.has_grad and slot.hyper_of is not None
-                slot.drop_gradient()
-                slot.spent = used
-
-    def _before_arrival(self, unit: UnitState) -> None:
-        """A gradient must not overwrite one that a pending update still has to read."""
-        self.anticipation.check_arrival(unit)
-        self.pager.settle(unit)
-        if any(group.pending is not None for group in unit.groups):
-            self._apply(unit.groups)
+        if self.updates_in_backward:
+            self.updates.begin_early(unit, reduced)
 
     def zero_grad(self, slots: Sequence[SlotState] | None = None) -> None:
         """Drops gradients; what a pending update still needs is kept until it has run."""
-        self.anticipation.check_dropped(self.slots() if slots is None else slots)
+        self.updates.anticipation.check_dropped(self.slots() if slots is None else slots)
         self.gradients.drop(slots)
 
     # Bookkeeping.
@@ -393,20 +317,6 @@ class Runtime:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError):  # no new thread while the interpreter exits
                 threading.Thread(target=self.close, daemon=True).start()
-
-
-def _wait_all(futures: Iterable[Future[Any]]) -> None:
-    """Waits for every one, then raises the first failure: nothing may go on in the background behind an error or an
-    interrupt.
-    """
-    futures = list(futures)
-    try:
-        failures = [error for error in [future.exception() for future in futures] if error is not None]
-    except BaseException:
-        wait(futures)
-        raise
-    if failures:
-        raise failures[0]
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -1,0 +1,145 @@
+"""The updates that steps have fixed: pending until they are applied, and the ways to apply them.
+
+The pager applies a unit's updates with its next gather. Here are the other ways: before a gradient would overwrite one
+that an update still has to read, for whoever needs the tiers up to date, and, with ``overlap = "backward"``, as soon as
+a unit's gradients are complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from tierzero.runtime.anticipation import Anticipation
+from tierzero.runtime.fixing import MomentOwners, Stepped, fixed_updates
+from tierzero.runtime.pager import Pager
+from tierzero.runtime.state import GroupState, SlotState, UnitState, UpdateSpec
+from tierzero.runtime.stats import Stalls
+from tierzero.runtime.update import Updater
+from tierzero.tiers import IoEngine, Priority
+
+
+class PendingUpdates:
+    """Each group's fixed update (``GroupState.pending``) on its way to the tiers.
+
+    ``start_afresh`` zeroes the moments and step counts of parameters that change their optimizer.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitState],
+        engine: IoEngine,
+        updater: Updater,
+        pager: Pager,
+        stalls: Stalls,
+        start_afresh: Callable[[list[SlotState]], None],
+    ) -> None:
+        self._units = units
+        self._engine, self._updater, self._pager, self._stalls = engine, updater, pager, stalls
+        self._moments = MomentOwners(start_afresh)
+        self.anticipation = Anticipation()
+
+    def fix(self, stepped: Stepped, loss_scale: float) -> None:
+        """Fixes the update of these parameters; it will read the gradients as they stand."""
+        self._moments.take_over(stepped)
+        groups = dict.fromkeys(slot.group for slot, _ in stepped)
+        late = [group for group in groups if group.pending is not None]
+        if late:
+            self._apply(late)
+        for unit in {group.unit.index: group.unit for group in groups}.values():
+            self._pager.forget(unit)
+        with self._engine.whole():
+            for group, spec in fixed_updates(stepped, loss_scale):
+                group.version += 1
+                group.pending = spec
+
+    def fix_rest(self, stepped: Stepped, loss_scale: float) -> None:
+        """`fix` of those that the backward has not updated already."""
+        done = self.anticipation.units
+        self.fix([(slot, hyper_of) for slot, hyper_of in stepped if slot.group.unit.index not in done], loss_scale)
+
+    def apply_all(self) -> None:
+        """Every update is applied and written when this returns."""
+        self._pager.settle()
+        self._apply(self._groups())
+        self.settle_early()
+        with self._stalls.waiting("nvme_write"):
+            self._engine.run(self._updater.drain())
+
+    def make_way(self, unit: UnitState) -> None:
+        """Before a gradient of ``unit`` arrives: it must not overwrite one that a pending update still has to read."""
+        self.anticipation.check_arrival(unit)
+        self._pager.settle(unit)
+        if any(group.pending is not None for group in unit.groups):
+            self._apply(unit.groups)
+
+    def _apply(self, groups: Iterable[GroupState]) -> None:
+        """Applies pending updates now, without gathering; waits for the updates, not for their write-back."""
+        futures: list[Future[Any]] = []
+        with self._engine.whole():
+            for group in groups:
+                spec, group.pending = group.pending, None
+                if spec is not None:
+                    futures.append(self._engine.submit(self._updater.bring(group, spec, None, Priority.DEMAND)))
+        with self._stalls.waiting("optimizer"):
+            _wait_all(futures)
+
+    # Beside the backward.
+
+    def begin_early(self, unit: UnitState, reduced: Future[None] | None) -> None:
+        """Updates a unit whose gradients are complete, once ``reduced`` is done, as the step to come would."""
+        if (
+            unit.active
+            or unit.index in self.anticipation.units
+            or all(slot.hyper_of is None for slot in unit.all_slots())
+        ):
+            return
+        stepped = [(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None]
+        self.fix(stepped, loss_scale=1.0)  # scaled training is refused with updates in the backward
+        with self._engine.whole():
+            self.anticipation.assume(unit, stepped)
+            for group in unit.groups:
+                spec, group.pending = group.pending, None
+                if spec is not None:
+                    update = self._update_after(reduced, group, spec)
+                    group.updating = self._engine.submit(self._updater.whole_or_failed(update))
+
+    async def _update_after(self, reduced: Future[None] | None, group: GroupState, spec: UpdateSpec) -> None:
+        if reduced is not None:
+            await asyncio.wrap_future(reduced)
+        await self._updater.apply(group, spec)
+
+    def settle_early(self) -> None:
+        """Waits for updates beside the backward; raises what failed in them."""
+        busy = [group for group in self._groups() if group.updating is not None]
+        with self._stalls.waiting("optimizer"):
+            _wait_all([group.updating for group in busy if group.updating is not None])
+        for group in busy:
+            group.updating = None
+
+    def spend_confirmed(self) -> None:
+        """The gradients that confirmed updates have used may be overwritten."""
+        for unit in self.anticipation.take_confirmed(self._units):
+            for slot in unit.all_slots():
+                used = slot.has_grad and slot.hyper_of is not None
+                slot.drop_gradient()
+                slot.spent = used
+
+    def _groups(self) -> list[GroupState]:
+        return [group for unit in self._units for group in unit.groups]
+
+
+def _wait_all(futures: Iterable[Future[Any]]) -> None:
+    """Waits for every one, then raises the first failure: nothing may go on in the background behind an error or an
+    interrupt.
+    """
+    futures = list(futures)
+    try:
+        failures = [error for error in [future.exception() for future in futures] if error is not None]
+    except BaseException:
+        wait(futures)
+        raise
+    if failures:
+        raise failures[0]
