@@ -150,11 +150,10 @@ def stats(model: nn.Module) -> dict[str, Any]:
     runtime = runtime_of(model)
     placement: dict[str, dict[str, int]] = {}
     for group in runtime.groups():
-        for tile in group.tiles:
-            for kind, home in (("params", tile.weight), ("optimizer", tile.optimizer), ("gradients", tile.gradient)):
-                if home is not None:
-                    row = placement.setdefault(kind, {"device": 0, "host": 0, "nvme": 0})
-                    row[home.tier.value] += home.nbytes
+        for kind, home in (("params", "weight"), ("optimizer", "optimizer"), ("gradients", "gradient")):
+            for tier, nbytes in group.home_bytes(home).items():
+                row = placement.setdefault(kind, {"device": 0, "host": 0, "nvme": 0})
+                row[tier.value] += nbytes
     return {
         "parameters": sum(slot.slot.numel for slot in runtime.slots()),
         "state_bytes": sum(runtime.store.bytes_by_tier().values()),

@@ -56,6 +56,21 @@ def test_ranks_agree_with_one_process(name: str, tmp_path: Path, two_ranks: Rank
     two_ranks.run(train_as_rank, name, TIERS, str(tmp_path))
 
 
+def stages_as_rank(rank: int, size: int, name: str, nvme: str) -> None:
+    case = ten_steps(name)
+    found = [
+        train_sharded(case, config(Path(nvme), "host", sharding={"stage": stage}), rank, size) for stage in (3, 2, 1, 0)
+    ]
+    for other in found[1:3]:
+        assert_bits(other, found[0])
+    assert_close(found[3], found[0], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tied", "skipping", "two-forwards", "odd", "unused", "lora", "mixture", "every-leaf"])
+def test_stages_agree(name: str, tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(stages_as_rank, name, str(tmp_path))
+
+
 def overflow_only_in_the_sum(rank: int, size: int, nvme: str) -> None:
     """Each rank's fp16 gradients are 40,000, and so is their mean; their sum is beyond the type."""
     model = tz.shard(nn.Linear(8, 8, bias=False), config(Path(nvme), train={"precision": "fp16"}))

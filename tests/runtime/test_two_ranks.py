@@ -13,6 +13,7 @@ from ..support.training import Recipe, Result, assert_identical, assert_same_sta
 
 ROOM = {"device": "64MiB", "host": "128MiB"}
 SPLIT = {"device": 0.3, "host": 0.3, "nvme": 0.4}
+OFFLOADED = {"params": "host", "optimizer": "nvme", "gradients": "host"}
 CLIPPED = {"steps": 20}
 UNCLIPPED = {"steps": 10, "clip": None}
 ACCUMULATED = {"steps": 10, "accumulate": 2}
@@ -43,11 +44,24 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage0/host": clipped(0, placement=everything_in("host"), optimizer={"overlap": "none"}),
     "stage0/nvme": clipped(0),
     "stage0/split": clipped(0, placement=everything_in(SPLIT), tiers=ROOM),
+    "stage2/host": clipped(2, placement=everything_in("host"), optimizer={"overlap": "none"}),
+    "stage2/nvme": clipped(2, placement=OFFLOADED | {"gradients": "nvme"}),
+    "stage2/split": clipped(2, placement=OFFLOADED | {"gradients": SPLIT, "optimizer": SPLIT}, tiers=ROOM),
+    "stage2/device": clipped(2, placement={"params": "device"}, tiers=ROOM | {"prefetch": 0}),
+    "stage1/host": clipped(1, placement=everything_in("host"), optimizer={"overlap": "none"}),
+    "stage1/nvme": clipped(1, placement=OFFLOADED),
+    "stage1/tight": clipped(1, placement=OFFLOADED, tight=True, tiers={"prefetch": 1}),
     "plain/forward3": unclipped("forward", 3, "host"),
+    "plain/forward2": unclipped("forward", 2, "host"),
+    "plain/backward2": unclipped("backward", 2, "host"),
+    "plain/forward1": unclipped("forward", 1, "host"),
+    "plain/backward1": unclipped("backward", 1, "host"),
     "plain/backward3": unclipped("backward", 3, "nvme"),
     "plain/forward0": unclipped("forward", 0, "nvme"),
     "plain/backward0": unclipped("backward", 0, "nvme"),
     "fp32/stage3": {**clipped(train={"precision": "fp32"}), "recipe": ACCUMULATED},
+    "fp32/stage2": {**clipped(2, train={"precision": "fp32"}, placement=OFFLOADED), "recipe": ACCUMULATED},
+    "fp32/stage1": {**clipped(1, train={"precision": "fp32"}, placement=OFFLOADED), "recipe": ACCUMULATED},
     "fp32/stage0": {**clipped(0, train={"precision": "fp32"}), "recipe": ACCUMULATED},
 }
 
@@ -69,7 +83,17 @@ def test_without_clipping_overlap_and_stage_change_no_bit(name: str, results: di
     assert_identical(results[name], results["plain/forward3"], name)
 
 
-@pytest.mark.parametrize("name", ["fp32/stage3", "fp32/stage0"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith(("stage1/", "stage2/"))])
+def test_what_is_sharded_changes_no_bit(name: str, results: dict[str, Result]) -> None:
+    assert_identical(results[name], results["stage3/host"], name)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulation_is_alike_in_the_sharded_stages(stage: int, results: dict[str, Result]) -> None:
+    assert_identical(results[f"fp32/stage{stage}"], results["fp32/stage3"], f"stage {stage}")
+
+
+@pytest.mark.parametrize("name", [f"fp32/stage{stage}" for stage in range(4)])
 def test_the_loss_curve_is_that_of_the_whole_batch(name: str, results: dict[str, Result]) -> None:
     wanted = train_plain(net(), Recipe(**ACCUMULATED))
     torch.testing.assert_close(results[name].losses, wanted.losses, rtol=1e-5, atol=0)

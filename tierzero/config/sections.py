@@ -146,8 +146,10 @@ class PlacementSection(Section):
 class ShardingSection(Section):
     """How state is divided among ranks."""
 
-    stage: Annotated[int, choice(0, 3, later=(1, 2))] = key(
-        3, "0: plain data parallel, every rank holds everything. 3: parameters, gradients and optimizer sharded."
+    stage: Annotated[int, choice(0, 1, 2, 3)] = key(
+        3,
+        "What is divided among the ranks. 0: nothing, plain data parallel. 1: optimizer state. 2: gradients too. 3: "
+        "parameters too.",
     )
     units: Annotated[list[str] | None, names()] = key(
         None, 'Modules gathered together, by class name or by pattern of module names. "auto": the repeated blocks.'

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierzero.planner.shape import Budgets, GroupShape, ModelShape, TileHomes
-from tierzero.sharding.layout import bucket_elements
 from tierzero.tiers import Tier, page_round
 
 STAGING_TILES = 8
@@ -47,7 +46,7 @@ def _gradient_sizes(shape: ModelShape) -> list[int]:
     """Bytes of each unit's whole gradients."""
     sizes = [0] * len(shape.unit_names)
     for group in shape.groups:
-        sizes[group.unit] += page_round(group.gradient_bytes(bucket_elements(group.layout)))
+        sizes[group.unit] += page_round(group.gradient_bytes(group.bucket_elements()))
     return sizes
 
 

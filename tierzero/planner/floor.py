@@ -14,7 +14,7 @@ from tierzero.tiers import Tier
 
 def floor_plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, prefetch: int) -> MemoryPlan:
     """A plan without tiles, no pool of which is larger than that of the real one."""
-    fixed = _fixed_bytes(shape, request, tile)
+    fixed = _fixed_bytes(shape, request, budgets, tile)
     in_place = tuple(_may_be_in_place(group, request, budgets) for group in shape.groups)
     staged = fixed[Tier.NVME] > 0 or not budgets.device_is_host
     staging_tile = staging_tile_bytes(shape, tile) if staged else 0
@@ -48,7 +48,8 @@ def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, fl
     room = 0 if budgets.device_is_host and budgets.device is None else max(0, device - floor.device)
     room += max(0, host - floor.host) + nvme - floor.nvme_state
     total = sum(_total(shape, kind) for kind in BYTES_OF)
-    auto = sum(_total(shape, kind) for kind in BYTES_OF if getattr(request, kind) == "auto")
+    free = [kind for kind in BYTES_OF if kind not in request.stage.whole and getattr(request, kind) == "auto"]
+    auto = sum(_total(shape, kind) for kind in free)
     if auto > room:
         raise BudgetError(
             f"the model's training state, {total:,} bytes per rank, does not fit in tiers.device ({device:,} bytes), "
@@ -59,14 +60,19 @@ def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, fl
 
 
 def _total(shape: ModelShape, kind: str) -> int:
-    return sum(BYTES_OF[kind](group, group.layout.shard_numel) for group in shape.groups)
+    return sum(BYTES_OF[kind](group, group.elements(kind)) for group in shape.groups)
 
 
-def _fixed_bytes(shape: ModelShape, request: PlanRequest, tile: int) -> dict[Tier, int]:
-    """Bytes that go to each tier by configured fractions, which placing meets to within a tile."""
+def _fixed_bytes(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int) -> dict[Tier, int]:
+    """Bytes that go to each tier because they are kept whole there, or by configured fractions, which placing meets to
+    within a tile.
+    """
     fixed = dict.fromkeys(Tier, 0)
     for kind, size in BYTES_OF.items():
         split = getattr(request, kind)
+        if kind in request.stage.whole:
+            fixed[budgets.compute_tier(split)] += _total(shape, kind)
+            continue
         if not isinstance(split, Mapping):
             continue
         slack = max((size(group, min(tile, group.layout.shard_numel)) for group in shape.groups), default=0)
@@ -77,6 +83,8 @@ def _fixed_bytes(shape: ModelShape, request: PlanRequest, tile: int) -> dict[Tie
 
 
 def _may_be_in_place(group: GroupShape, request: PlanRequest, budgets: Budgets) -> bool:
+    if "params" in group.whole:
+        return True
     if group.layout.parts != 1:
         return False
     if isinstance(request.params, Mapping) and request.params.get("nvme") == 1:

@@ -22,6 +22,7 @@ from tierzero.planner.buffers import (
 from tierzero.planner.floor import check_capacity, floor_plan
 from tierzero.planner.placement import is_in_place, place, totals_by_tier
 from tierzero.planner.shape import Budgets, MemoryPlan, ModelShape, PlanRequest
+from tierzero.sharding.stages import STAGES
 from tierzero.tiers import Tier
 
 DEFAULT_TILE = 1024 * 1024
@@ -68,11 +69,30 @@ def _check_request(request: PlanRequest, budgets: Budgets) -> None:
         split = getattr(request, kind)
         if isinstance(split, Mapping) and split.get("nvme", 0) > 0 and not budgets.nvme:
             raise ConfigError(f"placement.{kind}: nvme is asked for, but tiers.nvme lists no path; add one")
+    _check_whole(request, budgets)
     optimizer, params = request.optimizer, request.params
     on_device = isinstance(optimizer, Mapping) and optimizer.get("device", 0) > 0
     weights_too = isinstance(params, Mapping) and params.get("device", 0) == 1
     if on_device and not weights_too and not budgets.device_is_host:
         raise ConfigError("placement.optimizer: 'device' needs placement.params = 'device' as well, on a GPU")
+
+
+def _check_whole(request: PlanRequest, budgets: Budgets) -> None:
+    """What every rank keeps whole lies where it computes."""
+    wanted = [{"device": 1.0}, {"host": 1.0}] if budgets.device_is_host else [{"device": 1.0}]
+    for kind in sorted(request.stage.whole):
+        split = getattr(request, kind)
+        if isinstance(split, Mapping) and {tier: part for tier, part in split.items() if part} not in wanted:
+            raise ConfigError(
+                f"placement.{kind}: sharding.stage = {request.stage.number} keeps all {kind} of every rank in the "
+                f"memory that it computes in, so that they cannot be placed elsewhere; use {_stage_for(kind)}, or "
+                f'placement.{kind} = "device"'
+            )
+
+
+def _stage_for(kind: str) -> str:
+    first = min(stage.number for stage in STAGES.values() if kind in stage.sharded)
+    return f"stage {first} or more" if first < 3 else f"stage {first}"
 
 
 def _tile_sizes(shape: ModelShape, request: PlanRequest) -> list[int]:
@@ -95,7 +115,8 @@ def _prefetch_depths(request: PlanRequest) -> list[int]:
 
 def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, prefetch: int) -> MemoryPlan:
     buckets = bucket_bytes(shape)
-    arena = arena_bytes(shape, prefetch, request.keep_gathered)
+    kept = tuple("params" in group.whole for group in shape.groups)
+    arena = arena_bytes(shape, prefetch, request.keep_gathered, kept)
     staging_tile = staging_tile_bytes(shape, tile)
     # On a CPU the gathered units come out of the same memory as the host tier.
     shared = arena + buckets if budgets.device_is_host and budgets.host is None else 0

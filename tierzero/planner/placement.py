@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tierzero.planner.shape import BYTES_OF, Budgets, GroupShape, ModelShape, PlanRequest, Split, TileHomes
+from tierzero.sharding.stages import KINDS
 from tierzero.tiers import Tier, page_round
 
 
 def is_in_place(group: GroupShape, homes: Sequence[TileHomes], budgets: Budgets) -> bool:
+    if "params" in group.whole:
+        return True
     if group.layout.parts != 1 or len({home.weight for home in homes}) != 1:
         return False
     return homes[0].weight is Tier.DEVICE or (homes[0].weight is Tier.HOST and budgets.device_is_host)
@@ -44,12 +47,16 @@ class _Chooser:
 def place(
     shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, room: dict[Tier, int]
 ) -> tuple[tuple[TileHomes, ...], ...]:
-    """Explicit placements take their room first; then weights (moved most often per byte), gradients, optimizer
-    states.
+    """What is kept whole and explicit placements take their room first; then weights (moved most often per byte),
+    gradients, optimizer states.
     """
     tiles = [[span.numel for span in group.layout.tiles(tile)] for group in shape.groups]
     chosen: dict[str, list[list[Tier]]] = {}
-    kinds = ("params", "gradients", "optimizer")
+    for kind in request.stage.whole:
+        tier = budgets.compute_tier(getattr(request, kind))
+        room[tier] -= sum(page_round(BYTES_OF[kind](group, group.elements(kind))) for group in shape.groups)
+        chosen[kind] = [[tier] * len(numels) for numels in tiles]
+    kinds = [kind for kind in KINDS if kind not in chosen]
     for kind in sorted(kinds, key=lambda k: getattr(request, k) == "auto"):  # stable: params before optimizer
         chooser = _Chooser(getattr(request, kind), room, budgets.nvme)
         # A GPU updates what lies in its memory: optimizer state is only of use there beside the weights.
@@ -79,9 +86,14 @@ def totals_by_tier(shape: ModelShape, homes: Sequence[Sequence[TileHomes]], tile
     """Persistent bytes per tier."""
     totals = dict.fromkeys(Tier, 0)
     for group, tiles in zip(shape.groups, homes, strict=True):
-        for span, home in zip(group.layout.tiles(tile), tiles, strict=True):
-            totals[home.weight] += page_round(group.weight_bytes(span.numel))
-            if home.optimizer is not None and home.gradient is not None:
-                totals[home.optimizer] += page_round(group.optimizer_bytes(span.numel))
-                totals[home.gradient] += page_round(group.gradient_bytes(span.numel))
+        for kind, field in zip(KINDS, ("weight", "gradient", "optimizer"), strict=True):
+            size = BYTES_OF[kind]
+            tiers = [getattr(home, field) for home in tiles]
+            if tiers[0] is None:
+                continue
+            if kind in group.whole:
+                totals[tiers[0]] += page_round(size(group, group.elements(kind)))
+                continue
+            for span, tier in zip(group.layout.tiles(tile), tiers, strict=True):
+                totals[tier] += page_round(size(group, span.numel))
     return totals

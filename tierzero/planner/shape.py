@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tierzero.optim.formats import StateFormat
-from tierzero.sharding.layout import FlatLayout
+from tierzero.sharding.layout import FlatLayout, bucket_elements
+from tierzero.sharding.stages import STAGES, Stage
 from tierzero.tiers import Tier
 
 Split = Mapping[str, float] | str
@@ -21,6 +22,15 @@ class GroupShape:
     layout: FlatLayout
     fmt: StateFormat | None
     grad_itemsize: int
+    whole: frozenset[str] = frozenset()
+    """Kinds of state that the rank keeps whole; see `tierzero.sharding.stages`."""
+
+    def elements(self, kind: str) -> int:
+        """Elements of this kind that the rank keeps, padding included."""
+        return self.layout.numel if kind in self.whole else self.layout.shard_numel
+
+    def bucket_elements(self) -> int:
+        return bucket_elements(self.layout, "gradients" in self.whole)
 
     def weight_bytes(self, elements: int) -> int:
         return elements * self.layout.dtype.itemsize
@@ -76,6 +86,10 @@ class Budgets:
     def host_limit(self) -> int:
         return self.host_free if self.host is None else self.host
 
+    def compute_tier(self, split: Split) -> Tier:
+        """The tier of what the device computes from, for state placed as ``split``."""
+        return Tier.HOST if self.device_is_host and split != {"device": 1.0} else Tier.DEVICE
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -89,6 +103,7 @@ class PlanRequest:
     keep_gathered: bool = False
     reduced: bool = False
     """Gradients are reduced over several ranks, and so pass through buckets."""
+    stage: Stage = STAGES[3]
 
 
 @dataclass(frozen=True)

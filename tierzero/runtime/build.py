@@ -31,6 +31,7 @@ from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState,
 from tierzero.runtime.zeroing import install_zero_grad
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.sharding.layout import FlatLayout, flat_layout
+from tierzero.sharding.stages import STAGES, Stage
 from tierzero.sharding.units import UnitChoice, UnitSpec, find_units
 from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore
 
@@ -46,6 +47,7 @@ class _GroupDraft:
     fmt: StateFormat | None
     grad_dtype: torch.dtype
     parameters: tuple[nn.Parameter, ...]
+    whole: frozenset[str]
 
 
 def build_runtime(
@@ -65,10 +67,10 @@ def build_runtime(
     world = _world(mesh)
     device = device or choose_device(world.local_rank)
     specs = find_units(model, units if units is not None else config.sharding.units)
-    parts = 1 if config.sharding.stage == 0 else world.size
-    part = 0 if config.sharding.stage == 0 else world.rank
+    parts = STAGES[config.sharding.stage].parts(world.size)
+    part = 0 if parts == 1 else world.rank
     convert = _conversion(model, config)
-    drafts = _draft_groups(specs, convert, config, parts)
+    drafts = _draft_groups(specs, convert, config, parts, STAGES[config.sharding.stage])
     plan = _plan(specs, drafts, config, world, device)
     machinery = _assemble(plan, config, world, device, specs, convert, poison)
     runtime: Runtime | None = None
@@ -145,7 +147,9 @@ def _with_statistics(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def _draft_groups(specs: list[UnitSpec], convert: torch.dtype | None, config: Config, parts: int) -> list[_GroupDraft]:
+def _draft_groups(
+    specs: list[UnitSpec], convert: torch.dtype | None, config: Config, parts: int, stage: Stage
+) -> list[_GroupDraft]:
     drafts = []
     kept = _with_statistics(specs[0].module)
     for index, spec in enumerate(specs):
@@ -159,13 +163,14 @@ def _draft_groups(specs: list[UnitSpec], convert: torch.dtype | None, config: Co
             layout = flat_layout(dtype, trainable, [(names, parameter.shape) for names, parameter in named], parts)
             grad_dtype = dtype if config.train.grad_dtype == "auto" else _DTYPES[config.train.grad_dtype]
             fmt = state_format(dtype) if trainable else None
-            drafts.append(_GroupDraft(index, layout, fmt, grad_dtype, tuple(parameter for _, parameter in named)))
+            members_of = tuple(parameter for _, parameter in named)
+            drafts.append(_GroupDraft(index, layout, fmt, grad_dtype, members_of, stage.whole))
     return drafts
 
 
 def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, world: World, device: Device) -> MemoryPlan:
     shape = ModelShape(
-        tuple(GroupShape(d.unit, d.layout, d.fmt, d.grad_dtype.itemsize if d.fmt else 0) for d in drafts),
+        tuple(GroupShape(d.unit, d.layout, d.fmt, d.grad_dtype.itemsize if d.fmt else 0, d.whole) for d in drafts),
         tuple(spec.title for spec in specs),
         tuple(spec.ancestors for spec in specs),
     )
@@ -178,6 +183,7 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
         tiers.prefetch,
         keep_gathered=not config.sharding.reshard_after_forward,
         reduced=world.size > 1,
+        stage=STAGES[config.sharding.stage],
     )
     available = int(psutil.virtual_memory().available) // world.local_size
     host_free = int(available * _FREE_SHARE)
@@ -259,6 +265,7 @@ def _declare(
         unit = units[draft.unit]
         group = GroupState(unit, len(unit.groups), draft.layout, draft.fmt, part, draft.grad_dtype, device.torch_device)
         group.in_place = in_place
+        group.whole = draft.whole
         group.tiles = _declare_tiles(f"{unit.title}/{group.index}", group, homes, plan.tile, store)
         fragments = {fragment.slot.index: fragment for fragment in draft.layout.fragments(part)}
         for slot, parameter in zip(draft.layout.slots, draft.parameters, strict=True):
@@ -281,17 +288,21 @@ def _declare_tiles(
         "gradient": group.grad_dtype.itemsize,
     }
     whole: dict[str, StoredObject] = {}
+    starts: dict[str, int] = {}
     for kind in ("weight", "gradient"):
         tiers = {getattr(home, kind) for home in homes}
         if len(tiers) == 1 and (tier := tiers.pop()) in (Tier.DEVICE, Tier.HOST):
-            whole[kind] = store.add(f"{name}/{kind}", group.layout.shard_numel * sizes[kind], tier)
+            kept = group.keeps_whole(kind)
+            starts[kind] = group.shard_start if kept else 0
+            elements = group.layout.numel if kept else group.layout.shard_numel
+            whole[kind] = store.add(f"{name}/{kind}", elements * sizes[kind], tier)
 
     def home_of(kind: str, start: int, numel: int, index: int, tier: Tier | None) -> Home | None:
         if tier is None:
             return None
         nbytes = numel * sizes[kind]
         if kind in whole:
-            return Home(whole[kind], start * sizes[kind], nbytes)
+            return Home(whole[kind], (starts[kind] + start) * sizes[kind], nbytes)
         return Home(store.add(f"{name}/{kind}/{index}", nbytes, tier), 0, nbytes)
 
     tiles = []

@@ -13,7 +13,7 @@ from tierzero.runtime.device import Device
 from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState
 from tierzero.runtime.tile_io import Parts, TileIO, all_or_first_error
 from tierzero.sharding.collectives import Collectives
-from tierzero.sharding.layout import Fragment
+from tierzero.sharding.layout import Fragment, bucket_elements
 from tierzero.tiers import PAGE, Buffer, IoEngine, MemoryPool, Priority, Tier, TieredStore, page_round
 
 
@@ -29,11 +29,28 @@ class Bucket:
     flat: torch.Tensor
     shard: torch.Tensor
     shard_offset: int
+    kept: torch.Tensor | None = None
+    """Where ``flat`` is the home of gradients kept whole: what had been accumulated in this rank's part of it."""
     arrived: set[int] = field(default_factory=set)
+
+    def restore(self) -> None:
+        """Gives this rank's part of a home kept whole back what was there."""
+        if self.kept is not None:
+            _own_part(self.group).copy_(self.kept)
+
+
+def bucket_bytes(group: GroupState) -> int:
+    return bucket_elements(group.layout, group.keeps_whole("gradient")) * group.grad_dtype.itemsize
 
 
 def new_bucket(group: GroupState, buffer: Buffer) -> Bucket:
+    """A bucket over ``buffer``, of `bucket_bytes`."""
     layout, dtype = group.layout, group.grad_dtype
+    if group.keeps_whole("gradient"):
+        kept = buffer.view(dtype, layout.shard_numel, layout.shard_numel * dtype.itemsize)
+        kept.copy_(_own_part(group))
+        shard = buffer.view(dtype, layout.shard_numel)
+        return Bucket(group, buffer, group.whole_kept("gradient"), shard, 0, kept)
     flat = buffer.view(dtype, layout.numel)
     offset = layout.numel * dtype.itemsize if layout.parts > 1 else 0
     return Bucket(group, buffer, flat, buffer.view(dtype, layout.shard_numel, offset), offset)
@@ -85,6 +102,7 @@ class GradientHome:
             for bucket, _ in work:
                 self._zero_gaps(bucket)
                 self._reduce(collectives, bucket)
+                bucket.restore()
             self._engine.run(self._put_away_all(work))
 
         return collectives.submit_reduce(unit.index, reduce_and_put_away)
@@ -190,6 +208,10 @@ class GradientHome:
             await self._store.write([home.stored], staging.memory(0, length), Priority.WRITE_BACK)
         finally:
             self._tile_io.staging.release(staging)
+
+
+def _own_part(group: GroupState) -> torch.Tensor:
+    return group.whole_kept("gradient").narrow(0, group.shard_start, group.layout.shard_numel)
 
 
 def _cut(shard: torch.Tensor, fragment: Fragment) -> torch.Tensor:

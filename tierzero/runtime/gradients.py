@@ -23,12 +23,11 @@ import torch
 from tierzero.errors import BudgetError
 from tierzero.optim.gradient import accumulate
 from tierzero.runtime.device import Device
-from tierzero.runtime.gradient_home import Arrival, Bucket, GradientHome, new_bucket
+from tierzero.runtime.gradient_home import Arrival, Bucket, GradientHome, bucket_bytes, new_bucket
 from tierzero.runtime.state import GroupState, SlotState, UnitState
 from tierzero.runtime.stats import Stalls
 from tierzero.runtime.tile_io import TileIO
 from tierzero.sharding.collectives import Collectives
-from tierzero.sharding.layout import bucket_elements
 from tierzero.tiers import Buffer, IoEngine, MemoryPool, TieredStore
 
 _WORTH_THREADS = 256 * 1024
@@ -144,7 +143,7 @@ class Gradients:
         return found
 
     def _allocate(self, group: GroupState) -> Buffer:
-        nbytes = bucket_elements(group.layout) * group.grad_dtype.itemsize
+        nbytes = bucket_bytes(group)
         while True:
             buffer = self._pool.try_allocate(nbytes)
             if buffer is not None:
@@ -295,11 +294,16 @@ class Gradients:
             if bucket is not None:
                 bucket.arrived.discard(slot.slot.index)
                 if not bucket.arrived:
-                    self._pool.release(bucket.buffer)
+                    self._release(bucket)
                     del buckets[slot.group.index]
         if not any(state.buckets for state in self._arrivals):
             self._tasks.clear()
             self._reset_arrivals()
+
+    def _release(self, bucket: Bucket) -> None:
+        """Of a bucket that is not sent."""
+        bucket.restore()
+        self._pool.release(bucket.buffer)
 
     def close(self) -> None:
         self._helpers.shutdown(wait=False)
@@ -316,7 +320,7 @@ class Gradients:
                 self.before_arrival(unit)
                 self._dispatch(unit)
             for bucket in state.buckets.values():
-                self._pool.release(bucket.buffer)
+                self._release(bucket)
             state.buckets = {}
         self._tasks.clear()
         self._reset_arrivals()

@@ -7,7 +7,7 @@ without asking.
 States of a unit (`Paging`) and who owns its arena buffers:
 
 ========== ==================================================================================================
-AWAY       no buffers (or the shard itself is what the device computes from: ``in_place``)
+AWAY       no buffers (``in_place``: the weights' home is what the device computes from, and has none ever)
 COMING     the engine and the gather lane write into the buffers; nobody else may touch them
 HERE       the pager owns them; forward, backward handles and copies read them while the unit is in use
 ========== ==================================================================================================
@@ -183,7 +183,7 @@ class Pager:
         if buffer is not None:
             flat = buffer.view(group.layout.dtype, group.layout.numel)
         else:
-            whole = group.whole_home("weight")
+            whole = group.whole_kept("weight") if group.keeps_whole("weight") else group.whole_home("weight")
             assert whole is not None
             flat = whole
         return Gathered(group, buffer, flat)
@@ -193,13 +193,14 @@ class Pager:
         destination = None
         if gathered.buffer is not None:
             destination = Destination(gathered.buffer, group.shard_start * group.layout.dtype.itemsize, after)
-        if spec is None and destination is None:
-            done: Future[list[Event]] = Future()
-            done.set_result([])
-            return done
-        local = self._engine.submit(self._updater.bring(group, spec, destination, priority))
+        nothing = spec is None and destination is None and group.updating is None
+        local = _done() if nothing else self._engine.submit(self._updater.bring(group, spec, destination, priority))
         if self._collectives is None or group.layout.parts == 1:
             return local
+        if group.in_place:
+            if group.gathered_version == group.version:
+                return local
+            group.gathered_version = group.version
         return self._collectives.submit_gather(group.unit.index, self._gather_work(group, gathered, local))
 
     def _gather_work(
@@ -240,6 +241,7 @@ class Pager:
         for done in fetch.done:
             done.exception()
         for gathered in fetch.gathered:
+            gathered.group.gathered_version = -1
             if gathered.buffer is not None:
                 self._arena.release(gathered.buffer)
         record.state, record.fetch = Paging.AWAY, None
@@ -312,6 +314,12 @@ class Pager:
                 if gathered.buffer is not None:
                     self._arena.release(gathered.buffer)
             record.state, record.gathered, record.events = Paging.AWAY, [], []
+
+
+def _done() -> Future[list[Event]]:
+    done: Future[list[Event]] = Future()
+    done.set_result([])
+    return done
 
 
 def _in_backward() -> bool:

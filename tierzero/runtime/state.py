@@ -187,7 +187,13 @@ class GroupState:
         self.tiles: tuple[Tile, ...] = ()
         self.slots: list[SlotState] = []
         self.in_place = False
-        """A gather is no copy: the shard is the whole buffer and lies where the device computes."""
+        """The gathered weights are the home of weights that lie where the device computes: the shard, if it is the
+        whole buffer, else what the stage keeps whole.
+        """
+        self.whole: frozenset[str] = frozenset()
+        """Kinds of state that the stage keeps whole."""
+        self.gathered_version = -1
+        """``version`` of the weights that were last gathered into weights kept whole."""
         self.pending: UpdateSpec | None = None
         self.updating: Future[object] | None = None
         """An update that runs beside the backward; the weights are new when it ends."""
@@ -198,6 +204,28 @@ class GroupState:
     def shard_start(self) -> int:
         """Element of the whole buffer at which this rank's shard starts."""
         return self.part * self.layout.shard_numel
+
+    def keeps_whole(self, kind: str) -> bool:
+        """There is more here of this kind than the shard. ``kind``: "weight" or "gradient"."""
+        return self.layout.parts > 1 and {"weight": "params", "gradient": "gradients"}[kind] in self.whole
+
+    def whole_kept(self, kind: str) -> torch.Tensor:
+        """All shards' weights or gradients as they are kept here: 1-D, of the layout's ``numel``."""
+        assert self.keeps_whole(kind)
+        stored = getattr(self.tiles[0], kind).stored
+        dtype = self.layout.dtype if kind == "weight" else self.grad_dtype
+        return Home(stored, 0, stored.nbytes).tensor(dtype, self.layout.numel)
+
+    def home_bytes(self, kind: str) -> dict[Tier, int]:
+        """Bytes of one kind of state that this rank keeps, per tier. ``kind``: "weight", "optimizer" or "gradient"."""
+        found: dict[Tier, int] = {}
+        for tile in self.tiles:
+            home = getattr(tile, kind)
+            if home is not None:
+                found[home.tier] = found.get(home.tier, 0) + home.nbytes
+        if kind != "optimizer" and self.keeps_whole(kind):
+            return {tier: nbytes * self.layout.parts for tier, nbytes in found.items()}
+        return found
 
     def whole_home(self, kind: str) -> torch.Tensor | None:
         """The shard's weights or gradients as one tensor where they lie in memory in one piece, else None. ``kind``:
@@ -217,7 +245,7 @@ class GroupState:
 
 @dataclass
 class Gathered:
-    """The whole weights of one group in device memory. ``buffer`` is None when they are the shard's own home."""
+    """The whole weights of one group in device memory. ``buffer`` is None when they are a home (``in_place``)."""
 
     group: GroupState
     buffer: Buffer | None

@@ -46,8 +46,8 @@ class World:
 
 @dataclass
 class CommBytes:
-    """Bytes moved by this rank's collectives: for each, the size of the whole tensor (what the usual formulas
-    count).
+    """Bytes moved by this rank's collectives as the usual formulas count them: the size of the whole tensor, and for
+    an all-reduce, which is a reduce-scatter and an all-gather, twice that. A ring sends (N-1)/N of it on N ranks.
     """
 
     all_gather: int = 0
@@ -217,7 +217,7 @@ class Collectives:
         """``whole`` becomes the ranks' mean. Call only from reduce work."""
         self._wait(dist.all_reduce(self._divided_before(whole), group=self._reduce.data, async_op=True), self._reduce)
         self._divided_after(whole)
-        self.bytes.all_reduce += whole.nbytes
+        self.bytes.all_reduce += 2 * whole.nbytes
 
     # An fp16 sum of scaled gradients would overflow long before their mean does. The other types have the range, and
     # are rounded once less when the sum is divided.

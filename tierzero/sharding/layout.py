@@ -118,9 +118,15 @@ class FlatLayout:
             yield TileSpan(index, start, min(start + tile_numel, self.shard_numel))
 
 
-def bucket_elements(layout: FlatLayout) -> int:
-    """Elements of the buffer in which a group's whole gradients are collected and, on several shards, reduced."""
-    return layout.numel + (layout.shard_numel if layout.parts > 1 else 0)
+def bucket_elements(layout: FlatLayout, whole_kept: bool = False) -> int:
+    """Elements of the buffer in which a group's whole gradients are collected and, on several shards, reduced.
+
+    ``whole_kept``: they are collected where the rank keeps whole gradients; the buffer then holds the shard that was
+    accumulated there before, and the reduced one.
+    """
+    if layout.parts == 1:
+        return layout.numel
+    return layout.shard_numel + (layout.shard_numel if whole_kept else layout.numel)
 
 
 def flat_layout(
