@@ -19,6 +19,7 @@ from ..support.rank_pool import RankPool
 from ..support.zoo import DIM, regression
 
 MODES = ("reentrant", "non-reentrant")
+RECOMPUTE = ("unit", "sqrt", 1, 2, 4, 100)
 
 
 class Heavy(nn.Module):
@@ -83,15 +84,21 @@ def test_checkpointed_units_change_no_bit(
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_recompute_by_configuration_changes_no_bit(tier: str, wanted: Outcome, tmp_path: Path) -> None:
-    found = train_sharded(case("none"), config(tmp_path, tier, activations={"recompute": "unit"}))
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_recompute_by_configuration_changes_no_bit(
+    recompute: str | int, tier: str, wanted: Outcome, tmp_path: Path
+) -> None:
+    found = train_sharded(case("none"), config(tmp_path, tier, activations={"recompute": recompute}))
     assert_bits(found, wanted)
 
 
 @pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("recompute", ["unit", 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_both_kinds_of_recomputation_together(mode: str, tier: str, wanted: Outcome, tmp_path: Path) -> None:
-    found = train_sharded(case(mode), config(tmp_path, tier, activations={"recompute": "unit"}))
+def test_both_kinds_of_recomputation_together(
+    mode: str, recompute: str | int, tier: str, wanted: Outcome, tmp_path: Path
+) -> None:
+    found = train_sharded(case(mode), config(tmp_path, tier, activations={"recompute": recompute}))
     assert_bits(found, wanted)
 
 
@@ -108,13 +115,13 @@ def test_with_frozen_weights_and_accumulation(mode: str, tier: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("how", [*MODES, "unit"])
+@pytest.mark.parametrize("how", [*MODES, "unit", "sqrt", 2])
 def test_activations_are_not_kept(how: str, tier: str, tmp_path: Path) -> None:
     """Recomputing keeps a fraction of the bytes between forward and backward, and runs each block once more."""
     bytes_kept, forwards = {}, {}
     for mode in ("none", how):
         model = Checkpointed(mode if mode in MODES else "none")
-        options = {"activations": {"recompute": "unit"}} if mode == "unit" else {}
+        options = {} if mode in (*MODES, "none") else {"activations": {"recompute": mode}}
         tz.shard(model, config(tmp_path, tier, **options), units=(Heavy,))
         try:
             bytes_kept[mode] = bytes_alive_after_forward(model)
@@ -150,8 +157,9 @@ def checkpointed_ranks(rank: int, size: int, nvme: str) -> None:
     for mode in MODES:
         for params, optimizer in (("nvme", "host"), ("nvme", "nvme")):
             assert_bits(train_sharded(case(mode), settings(Path(nvme), params, optimizer), rank, size), reference)
-    by_config = config(Path(nvme), "nvme", activations={"recompute": "unit"})
-    assert_bits(train_sharded(case("none"), by_config, rank, size), reference)
+    for recompute in ("unit", 2):
+        by_config = config(Path(nvme), "nvme", activations={"recompute": recompute})
+        assert_bits(train_sharded(case("none"), by_config, rank, size), reference)
 
 
 def test_recompute_on_two_ranks_changes_no_bit(tmp_path: Path, two_ranks: RankPool) -> None:

@@ -109,7 +109,7 @@ def test_ranks_hold_shards_and_move_what_the_stages_say(results: dict[str, Resul
     assert zero["comm_bytes"]["all_gather"] == zero["comm_bytes"]["reduce_scatter"] == 0
     padding = 1.05
     whole = 2 * parameters
-    assert whole <= zero["comm_bytes"]["all_reduce"] <= padding * whole
+    assert 2 * whole <= zero["comm_bytes"]["all_reduce"] <= 2 * padding * whole
     assert whole <= three["comm_bytes"]["reduce_scatter"] <= padding * whole
     assert three["comm_bytes"]["all_gather"] <= 2 * padding * whole
 

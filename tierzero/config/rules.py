@@ -151,6 +151,20 @@ def choice(*values: str | int | bool, later: Sequence[str | int | bool] = ()) ->
     return _rule(" or ".join(toml_text(value) for value in values), parse)
 
 
+def either(first: Rule, second: Rule) -> Rule:
+    """A value of either kind."""
+
+    def parse(rule: Rule, value: Any, base: Path) -> Any:
+        for inner in (first, second):
+            try:
+                return inner.parse(value, base)
+            except ValueError:
+                continue
+        raise rule.refuse()
+
+    return _rule(f"{first.allowed} or {second.allowed}", parse)
+
+
 def toml_text(value: str | float | bool) -> str:
     """A plain value as it is written in TOML."""
     if isinstance(value, bool):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .rules import choice, flag, names, or_auto, path, paths, placement, real, real_pair, size, whole, wholes
+from .rules import choice, either, flag, names, or_auto, path, paths, placement, real, real_pair, size, whole, wholes
 
 MIB = 2**20
 Placement = Literal["auto"] | dict[str, float]
@@ -184,8 +184,13 @@ class OptimizerSection(Section):
 class ActivationsSection(Section):
     """How activations are kept for the backward."""
 
-    recompute: Annotated[Literal["none", "unit"], choice("none", "unit", later=("sqrt",))] = key(
-        "none", "none: keep everything. unit: keep each unit's input and run its forward again in the backward."
+    recompute: Annotated[
+        Literal["none", "unit", "sqrt"] | int, either(choice("none", "unit", "sqrt"), whole(1, 10**6))
+    ] = key(
+        "none",
+        "none: keep everything. unit: keep each unit's input and run its forward again in the backward. A number k: do "
+        "so with k units in a row, of which only the first one's input is kept. sqrt: the root of the number of units "
+        "as k, which keeps least.",
     )
 
 

@@ -132,9 +132,14 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
     staged = totals[Tier.NVME] > 0 or not budgets.device_is_host
     if not request.reduced and budgets.device_is_host and not any(map(needs_buckets, shape.groups, homes)):
         buckets = 0
-    left = budgets.device_limit - totals[Tier.DEVICE] - arena
-    limit = max(buckets, min(left, all_gradient_bytes(shape))) if buckets else 0
     most = staging_bytes(budgets, totals[Tier.HOST], staging_tile, tile_count(homes)) if staged else 0
+    left = budgets.device_limit - totals[Tier.DEVICE] - arena - buckets
+    if arena and request.segment > 1 and not request.keep_gathered:
+        spare = min(left, budgets.available - budgets.device_limit + left - totals[Tier.HOST] - most)
+        wanted = arena_bytes(shape, request.segment + max(prefetch, 1) - 2, False, in_place)
+        more = max(0, min(wanted - arena, spare if budgets.device_is_host else left))
+        arena, left = arena + more, left - more
+    limit = max(buckets, min(left + buckets, all_gradient_bytes(shape))) if buckets else 0
     return MemoryPlan(
         tile,
         prefetch,

@@ -104,6 +104,8 @@ class PlanRequest:
     reduced: bool = False
     """Gradients are reduced over several ranks, and so pass through buckets."""
     stage: Stage = STAGES[3]
+    segment: int = 0
+    """Units that are run again together in the backward, if memory allows while all of them are gathered."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ allocated."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tierzero.activations.segments import Segments, segment_length
 from tierzero.config import Config
 from tierzero.errors import ConfigError
 from tierzero.optim.formats import StateFormat, state_format
@@ -24,7 +26,7 @@ from tierzero.planner.memory_plan import plan_memory
 from tierzero.planner.shape import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest, TileHomes
 from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit
-from tierzero.runtime.forward import install_forward
+from tierzero.runtime.forward import Recompute, install_forward, recomputed_alone
 from tierzero.runtime.refusals import install_refusals
 from tierzero.runtime.runtime import Machinery, Runtime
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState, slot_of
@@ -184,6 +186,7 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
         keep_gathered=not config.sharding.reshard_after_forward,
         reduced=world.size > 1,
         stage=STAGES[config.sharding.stage],
+        segment=segment_length(config.activations.recompute, sum(map(_is_block, specs))),
     )
     available = int(psutil.virtual_memory().available) // world.local_size
     host_free = int(available * _FREE_SHARE)
@@ -338,7 +341,19 @@ def _install(runtime: Runtime, model: nn.Module, config: Config) -> None:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(runtime.device.torch_device))
+    blocks = [unit.index for unit in runtime.units if _is_block(unit)]
+    length = segment_length(config.activations.recompute, len(blocks))
+    outermost = [index for index in blocks if not set(runtime.units[index].ancestors) & set(blocks)]
+    segments = Segments(length) if length > 1 else None
     for unit in runtime.units:
-        is_block = unit.index != 0 and next(unit.module.children(), None) is not None
-        recompute = config.activations.recompute == "unit" and is_block
-        install_forward(runtime, unit, recompute, config.train.compile and is_block)
+        recompute: Recompute = None
+        if segments is not None and unit.index in outermost:
+            recompute = functools.partial(segments.run, outermost.index(unit.index))
+        elif length == 1 and unit.index in blocks:
+            recompute = recomputed_alone
+        install_forward(runtime, unit, recompute, config.train.compile and _is_block(unit))
+
+
+def _is_block(unit: UnitState | UnitSpec) -> bool:
+    """A unit worth recomputing: one of the model's blocks, not the model itself nor a single layer."""
+    return bool(unit.name) and next(unit.module.children(), None) is not None

@@ -213,10 +213,17 @@ def _own_outputs(pager: Pager, unit: UnitState, output: Any) -> Any:
     return own(output) if isinstance(output, torch.Tensor) else tree_map(own, output)
 
 
-def install_forward(runtime: Runtime, unit: UnitState, recompute: bool, compile_inner: bool) -> None:
-    """Replaces the module's forward by one that pages the unit in; ``recompute`` keeps only the unit's inputs for the
-    backward.
-    """
+Recompute = Callable[..., Any] | None
+"""Runs a unit, given as a function and its arguments, so that little of it is kept for the backward."""
+
+
+def recomputed_alone(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Keeps only the arguments."""
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def install_forward(runtime: Runtime, unit: UnitState, recompute: Recompute, compile_inner: bool) -> None:
+    """Replaces the module's forward by one that pages the unit in."""
     original: Callable[..., Any] = unit.module.forward
     inner = torch.compile(original) if compile_inner else original
     is_root = unit.index == 0
@@ -231,8 +238,8 @@ def install_forward(runtime: Runtime, unit: UnitState, recompute: bool, compile_
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if recompute and torch.is_grad_enabled():
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        if recompute is not None and torch.is_grad_enabled():
+            return recompute(run, *args, **kwargs)
         return run(*args, **kwargs)
 
     unit.module.forward = forward
