@@ -151,6 +151,30 @@ def bytes_alive_after_forward(model: nn.Module) -> int:
     return kept
 
 
+@pytest.mark.parametrize("recompute", ["unit", 2, 3, "sqrt"])
+def test_weights_of_a_segment_are_read_once_for_both(recompute: str | int, tmp_path: Path) -> None:
+    """The forward reads all weights, and the backward all but those that are still there."""
+
+    def read_bytes(how: str | int, device: str) -> int:
+        model = Checkpointed()
+        placement = {"params": "nvme", "optimizer": "host", "gradients": "host"}
+        limits = {"device": device, "prefetch": 0}
+        sections = {"placement": placement, "activations": {"recompute": how}}
+        tz.shard(model, config(tmp_path, tiers={"nvme": [str(tmp_path)], "host": "64MiB"} | limits, **sections))
+        optimizer = tz.AdamW(model.parameters(), lr=1e-3)
+        try:
+            for step in range(3):
+                regression(model, step, 0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found: int = tz.stats(model)["nvme_read_bytes"]
+            return found
+        finally:
+            tz.close(model)
+
+    assert read_bytes(recompute, "64MiB") <= read_bytes("none", "64MiB")
+
+
 def checkpointed_ranks(rank: int, size: int, nvme: str) -> None:
     reference = train_sharded(case("none"), config(Path(nvme), "host"), rank, size)
     assert_close(reference, train_plain(case("none"), size), tolerance=5e-5)
