@@ -7,7 +7,6 @@ import functools
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tierzero.activations.segments import Segments, segment_length
 from tierzero.config import Config
 from tierzero.errors import ConfigError
-from tierzero.optim.formats import StateFormat, state_format
 from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
 from tierzero.planner.memory_plan import plan_memory
-from tierzero.planner.shape import Budgets, GroupShape, MemoryPlan, ModelShape, PlanRequest, TileHomes
+from tierzero.planner.shape import Budgets, MemoryPlan, TileHomes
 from tierzero.runtime.device import Device, choose_device
+from tierzero.runtime.draft import DTYPES, Draft, draft
 from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit
 from tierzero.runtime.forward import Recompute, install_forward, recomputed_alone
 from tierzero.runtime.refusals import install_refusals
@@ -32,24 +31,11 @@ from tierzero.runtime.runtime import Machinery, Runtime
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState, slot_of
 from tierzero.runtime.zeroing import install_zero_grad
 from tierzero.sharding.collectives import Collectives, World
-from tierzero.sharding.layout import FlatLayout, flat_layout
-from tierzero.sharding.stages import STAGES, Stage
-from tierzero.sharding.units import UnitChoice, UnitSpec, find_units
+from tierzero.sharding.units import UnitChoice
 from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FREE_SHARE = 0.8
 """Of the free memory, what an unstated budget may take: the rest is for activations and the system."""
-
-
-@dataclass(frozen=True)
-class _GroupDraft:
-    unit: int
-    layout: FlatLayout
-    fmt: StateFormat | None
-    grad_dtype: torch.dtype
-    parameters: tuple[nn.Parameter, ...]
-    whole: frozenset[str]
 
 
 def build_runtime(
@@ -68,16 +54,12 @@ def build_runtime(
     _check_model(model, init)
     world = _world(mesh)
     device = device or choose_device(world.local_rank)
-    specs = find_units(model, units if units is not None else config.sharding.units)
-    parts = STAGES[config.sharding.stage].parts(world.size)
-    part = 0 if parts == 1 else world.rank
-    convert = _conversion(model, config)
-    drafts = _draft_groups(specs, convert, config, parts, STAGES[config.sharding.stage])
-    plan = _plan(specs, drafts, config, world, device)
-    machinery = _assemble(plan, config, world, device, specs, convert, poison)
+    drafted = draft(model, config, units, world.size)
+    plan = plan_memory(drafted.shape(), drafted.request(config, world.size), _budgets(config, world, device))
+    machinery = _assemble(plan, config, world, device, drafted, poison)
     runtime: Runtime | None = None
     try:
-        unit_states = _declare(specs, drafts, plan, machinery.store, part, device)
+        unit_states = _declare(drafted, plan, machinery.store, world, device)
         machinery.store.open()
         runtime = Runtime(model, unit_states, machinery)
         for unit in unit_states:
@@ -89,7 +71,7 @@ def build_runtime(
         machinery.engine.close()
         machinery.store.close()
         raise
-    _install(runtime, model, config)
+    _install(runtime, model, config, drafted)
     return runtime
 
 
@@ -102,7 +84,7 @@ def _check_model(model: nn.Module, init: Init) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype.is_complex:
             raise ConfigError(f"shard: parameter {name!r} is {parameter.dtype}; complex parameters are not supported")
-        if parameter.requires_grad and parameter.dtype not in _DTYPES.values():
+        if parameter.requires_grad and parameter.dtype not in DTYPES.values():
             raise ConfigError(
                 f"shard: parameter {name!r} is {parameter.dtype} and trainable; use bfloat16, float16 or float32, or "
                 f"freeze it"
@@ -131,63 +113,8 @@ def _world(mesh: DeviceMesh | None) -> World:
     return World(rank, size, local_rank, local_size, dist.get_rank(), group)
 
 
-def _conversion(model: nn.Module, config: Config) -> torch.dtype | None:
-    """The dtype that the model's parameters are converted to: train.precision, unless the model itself mixes dtypes,
-    which it keeps.
-    """
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
-    return _DTYPES[config.train.precision] if len(dtypes) == 1 else None
-
-
-def _with_statistics(model: nn.Module) -> set[nn.Parameter]:
-    """Weights beside running statistics (batch norm). Buffers keep their dtype, and PyTorch wants these two alike."""
-    return {
-        parameter
-        for module in model.modules()
-        if isinstance(getattr(module, "running_mean", None), torch.Tensor)
-        for parameter in module.parameters(recurse=False)
-    }
-
-
-def _draft_groups(
-    specs: list[UnitSpec], convert: torch.dtype | None, config: Config, parts: int, stage: Stage
-) -> list[_GroupDraft]:
-    drafts = []
-    kept = _with_statistics(specs[0].module)
-    for index, spec in enumerate(specs):
-        members: dict[tuple[torch.dtype, bool], list[tuple[tuple[str, ...], nn.Parameter]]] = {}
-        for names, parameter in spec.parameters:
-            dtype = parameter.dtype
-            if convert is not None and dtype.is_floating_point and parameter not in kept:
-                dtype = convert
-            members.setdefault((dtype, parameter.requires_grad), []).append((names, parameter))
-        for (dtype, trainable), named in members.items():
-            layout = flat_layout(dtype, trainable, [(names, parameter.shape) for names, parameter in named], parts)
-            grad_dtype = dtype if config.train.grad_dtype == "auto" else _DTYPES[config.train.grad_dtype]
-            fmt = state_format(dtype) if trainable else None
-            members_of = tuple(parameter for _, parameter in named)
-            drafts.append(_GroupDraft(index, layout, fmt, grad_dtype, members_of, stage.whole))
-    return drafts
-
-
-def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, world: World, device: Device) -> MemoryPlan:
-    shape = ModelShape(
-        tuple(GroupShape(d.unit, d.layout, d.fmt, d.grad_dtype.itemsize if d.fmt else 0, d.whole) for d in drafts),
-        tuple(spec.title for spec in specs),
-        tuple(spec.ancestors for spec in specs),
-    )
-    placement, tiers = config.placement, config.tiers
-    request = PlanRequest(
-        placement.params,
-        placement.optimizer,
-        placement.gradients,
-        tiers.tile,
-        tiers.prefetch,
-        keep_gathered=not config.sharding.reshard_after_forward,
-        reduced=world.size > 1,
-        stage=STAGES[config.sharding.stage],
-        segment=segment_length(config.activations.recompute, sum(map(_is_block, specs))),
-    )
+def _budgets(config: Config, world: World, device: Device) -> Budgets:
+    tiers = config.tiers
     available = int(psutil.virtual_memory().available) // world.local_size
     host_free = int(available * _FREE_SHARE)
     device_free = host_free
@@ -197,7 +124,7 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
             if device.torch_device.type == "cuda"
             else host_free
         )
-    budgets = Budgets(
+    return Budgets(
         tiers.device,
         tiers.host // world.local_size if tiers.host is not None else None,
         device_free,
@@ -208,7 +135,6 @@ def _plan(specs: list[UnitSpec], drafts: list[_GroupDraft], config: Config, worl
         available,
         _nvme_capacity(config),
     )
-    return plan_memory(shape, request, budgets)
 
 
 def _nvme_capacity(config: Config) -> int:
@@ -225,8 +151,7 @@ def _assemble(
     config: Config,
     world: World,
     device: Device,
-    specs: list[UnitSpec],
-    convert: torch.dtype | None,
+    drafted: Draft,
     poison: bool,
 ) -> Machinery:
     engine = IoEngine(config.io.queue_depth, compute_threads=_cores(world))
@@ -247,8 +172,8 @@ def _assemble(
         verify=config.io.verify,
         nvme_shares=config.tiers.nvme_shares,
     )
-    collectives = Collectives(world, [spec.title for spec in specs], device.is_host) if world.size > 1 else None
-    input_dtype = convert if convert is not torch.float32 else None
+    collectives = Collectives(world, [spec.title for spec in drafted.specs], device.is_host) if world.size > 1 else None
+    input_dtype = drafted.convert if drafted.convert is not torch.float32 else None
     return Machinery(world, device, plan, engine, store, pools, collectives, config.optimizer.overlap, input_dtype)
 
 
@@ -260,18 +185,17 @@ def _cores(world: World) -> int:
     return max(1, min(allowed, share))
 
 
-def _declare(
-    specs: list[UnitSpec], drafts: list[_GroupDraft], plan: MemoryPlan, store: TieredStore, part: int, device: Device
-) -> list[UnitState]:
-    units = [UnitState(None, index, spec.name, spec.module, spec.ancestors) for index, spec in enumerate(specs)]  # type: ignore[arg-type]
-    for draft, homes, in_place in zip(drafts, plan.homes, plan.in_place, strict=True):
-        unit = units[draft.unit]
-        group = GroupState(unit, len(unit.groups), draft.layout, draft.fmt, part, draft.grad_dtype, device.torch_device)
+def _declare(drafted: Draft, plan: MemoryPlan, store: TieredStore, world: World, device: Device) -> list[UnitState]:
+    units = [UnitState(None, index, spec.name, spec.module, spec.ancestors) for index, spec in enumerate(drafted.specs)]  # type: ignore[arg-type]
+    part = world.rank if drafted.stage.parts(world.size) > 1 else 0
+    for each, homes, in_place in zip(drafted.groups, plan.homes, plan.in_place, strict=True):
+        unit = units[each.unit]
+        group = GroupState(unit, len(unit.groups), each.layout, each.fmt, part, each.grad_dtype, device.torch_device)
         group.in_place = in_place
-        group.whole = draft.whole
+        group.whole = drafted.stage.whole
         group.tiles = _declare_tiles(f"{unit.title}/{group.index}", group, homes, plan.tile, store)
-        fragments = {fragment.slot.index: fragment for fragment in draft.layout.fragments(part)}
-        for slot, parameter in zip(draft.layout.slots, draft.parameters, strict=True):
+        fragments = {fragment.slot.index: fragment for fragment in each.layout.fragments(part)}
+        for slot, parameter in zip(each.layout.slots, each.parameters, strict=True):
             group.slots.append(SlotState(group, slot, parameter, fragments.get(slot.index)))
         unit.groups.append(group)
     return units
@@ -330,7 +254,7 @@ def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:
         folder.load_buffers(model)
 
 
-def _install(runtime: Runtime, model: nn.Module, config: Config) -> None:
+def _install(runtime: Runtime, model: nn.Module, config: Config, drafted: Draft) -> None:
     for slot in runtime.slots():
         if slot.group.layout.trainable:
             with torch._C.DisableTorchFunctionSubclass():
@@ -341,19 +265,15 @@ def _install(runtime: Runtime, model: nn.Module, config: Config) -> None:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(runtime.device.torch_device))
-    blocks = [unit.index for unit in runtime.units if _is_block(unit)]
+    blocks = drafted.blocks
     length = segment_length(config.activations.recompute, len(blocks))
     outermost = [index for index in blocks if not set(runtime.units[index].ancestors) & set(blocks)]
     segments = Segments(length) if length > 1 else None
     for unit in runtime.units:
+        is_block = unit.index in blocks
         recompute: Recompute = None
         if segments is not None and unit.index in outermost:
             recompute = functools.partial(segments.run, outermost.index(unit.index))
-        elif length == 1 and unit.index in blocks:
+        elif length == 1 and is_block:
             recompute = recomputed_alone
-        install_forward(runtime, unit, recompute, config.train.compile and _is_block(unit))
-
-
-def _is_block(unit: UnitState | UnitSpec) -> bool:
-    """A unit worth recomputing: one of the model's blocks, not the model itself nor a single layer."""
-    return bool(unit.name) and next(unit.module.children(), None) is not None
+        install_forward(runtime, unit, recompute, config.train.compile and is_block)
