@@ -88,12 +88,15 @@ def _write_back(slots: list[SlotState]) -> None:
             slot.put_away()
         # What a pending update would still change must be in the tiers before the edit is laid on top of it.
         runtime.flush()
-        changed = write_changed(runtime, slot, values)
-        if runtime.collectives is not None:
-            changed = bool(runtime.collectives.small_max(torch.tensor([int(changed)]))[0])
-        if changed:
-            runtime.pager.forget(slot.group.unit)
-            slot.group.version += 1
+        changed = True
+        try:
+            changed = write_changed(runtime, slot, values)
+            if runtime.collectives is not None:
+                changed = bool(runtime.collectives.small_max(torch.tensor([int(changed)]))[0])
+        finally:
+            if changed:
+                runtime.pager.forget(slot.group.unit)
+                slot.group.version += 1
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, torch.Tensor]:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import tierzero as tz
-from tierzero.sharding.collectives import RankMismatchError
+from tierzero.planner.shape import Budgets
+from tierzero.runtime.build import _agreed
+from tierzero.sharding.collectives import RankMismatchError, World
 
 from ..support.oracle import Case, assert_close, config, hyper, sharded, train_plain, train_sharded
 from ..support.rank_pool import RankPool
@@ -205,3 +208,76 @@ def one_skips_its_backward(rank: int, size: int, nvme: str) -> str:
 def test_a_backward_that_one_rank_leaves_out_is_named(tmp_path: Path, two_ranks: RankPool) -> None:
     for message in two_ranks.run(one_skips_its_backward, str(tmp_path)):
         assert "make backward and calls such as clip_grad_norm_" in message
+
+
+ORDERS = (((0, 1, 2), (0, 1, 2)), ((0, 1, 2), (0, 2)), ((0, 1, 2), ()), ((0, 1, 2), (0, 1, 2)))
+
+
+def a_unit_left_out(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    x = vectors(step, rank)
+    return F.mse_loss(model(x, ORDERS[step % 4][rank]), torch.sin(x))
+
+
+def units_left_out_at_stage_0(rank: int, size: int, nvme: str) -> None:
+    """Without gathers a rank may leave a unit out: its part of the mean is zero, its pending update its own."""
+    case = Case(Routed, a_unit_left_out, (Block,), steps=12, eps=1e-6)
+    wanted = train_plain(case, size)
+    for tier in ("host", "nvme"):
+        for prefetch in (0, 1):
+            settings = config(Path(nvme), tier, sharding={"stage": 0})
+            settings = settings.override([f"tiers.prefetch={prefetch}"])
+            assert_close(train_sharded(case, settings, rank, size), wanted, tolerance=5e-5)
+
+
+def test_a_unit_that_one_rank_leaves_out(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(units_left_out_at_stage_0, str(tmp_path))
+
+
+class Part(Block):
+    """Can leave its norm out."""
+
+    partly = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) if self.partly else super().forward(x)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.ModuleList([Part(), Part()]), nn.ModuleList([Part(), Part()])
+
+    def forward(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+        for block in self.trunk:
+            x = block(x)
+        total: torch.Tensor = sum(self.heads[head](x) for head in heads)
+        return total
+
+
+def a_new_head_and_a_missing_gradient(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    model.trunk[1].partly = step % 3 == 1 and rank == 1
+    x = vectors(step, rank)
+    return F.mse_loss(model(x, (0,) if step % 3 == 0 else (0, 1)), torch.sin(x))
+
+
+def reductions_in_one_order(rank: int, size: int, nvme: str) -> None:
+    case = Case(Heads, a_new_head_and_a_missing_gradient, (Part,), steps=9, eps=1e-6)
+    wanted = train_plain(case, size)
+    for stage in (0, 2, 3):
+        found = train_sharded(case, config(Path(nvme), "host", sharding={"stage": stage}), rank, size)
+        assert_close(found, wanted, tolerance=5e-5)
+
+
+def test_reductions_come_in_one_order_on_all_ranks(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(reductions_in_one_order, str(tmp_path))
+
+
+def agreed_budgets(rank: int, size: int) -> tuple[int, int]:
+    free = Budgets(None, None, 1000 - rank, 2000 + rank, device_is_host=True, nvme=False)
+    found = _agreed(free, World(rank, size, group=dist.distributed_c10d._get_default_group()))
+    return found.device_free, found.host_free
+
+
+def test_ranks_plan_with_what_the_scarcest_has(two_ranks: RankPool) -> None:
+    """Plans that differ would gather in different orders."""
+    assert two_ranks.run(agreed_budgets) == [(999, 2000), (999, 2000)]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tierzero as tz
 
 from ..support.oracle import Case, built, config, sharded
-from ..support.zoo import Block, Stack, regression
+from ..support.training import tight
+from ..support.zoo import DIM, Block, Stack, regression
 
 STACK = Case(Stack, regression, (Block,))
 BACKWARD = {"optimizer": {"overlap": "backward"}, "train": {"grad_clip": 0}}
@@ -74,6 +77,12 @@ def edited_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         pass
 
 
+def dropped_one_by_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    regression(model, 0, 0).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
 LOOPS: dict[Loop, str] = {
     evaluated_between: "weights are used between",
     used_in_part_between: "weights are used between",
@@ -81,6 +90,7 @@ LOOPS: dict[Loop, str] = {
     edited_between: "weights are used between",
     given_up: "gradients are dropped",
     given_up_by_the_model: "gradients are dropped",
+    dropped_one_by_one: "gradients are dropped",
     stepped_twice: "a second optimizer.step",
     not_zeroed: "without zero_grad",
     accumulated: "weights are used between",
@@ -157,3 +167,59 @@ def test_a_checkpoint_between_backward_and_step_is_refused(tmp_path: Path) -> No
             tz.save_checkpoint(model, optimizer, tmp_path / "saved")
         optimizer.step()
         tz.save_checkpoint(model, optimizer, tmp_path / "saved")
+
+
+class Reentrant(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.last(x)
+
+
+class Halves(nn.Module):
+    """Half of it in each of two rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return torch.tanh((self.one if first else self.other)(x))
+
+
+class Rounds(nn.Module):
+    """All units are half done in the middle of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Halves() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first in (True, False):
+            for unit in self.units:
+                x = x + unit(x, first)
+        return x
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("budgets", ["roomy", "tight"])
+@pytest.mark.parametrize(("model_class", "units"), [(Reentrant, (Block,)), (Rounds, (Halves,))])
+def test_units_are_updated_once_they_are_complete(
+    model_class: type[nn.Module], units: Any, budgets: str, tier: str, tmp_path: Path
+) -> None:
+    """Also where a backward runs inside another, and where gradients are put away before all have come."""
+    found = []
+    for overlap in ("none", "backward"):
+        settings = config(tmp_path, tier, optimizer={"overlap": overlap}, train={"precision": "fp32", "grad_clip": 0})
+        if budgets == "tight":
+            settings = tight(model_class, settings, units)
+        torch.manual_seed(0)
+        with sharded(model_class(), settings, units) as model:
+            optimizer = tz.AdamW(model.parameters(), lr=0.01)
+            for step in range(4):
+                regression(model, step, 0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(tz.full_state_dict(model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -15,6 +15,7 @@ from torch import nn
 import tierzero as tz
 from tierzero.api import running
 from tierzero.errors import TierError
+from tierzero.runtime import gradient_home
 
 from ..support.models import Net, batch, net
 from ..support.training import (
@@ -271,3 +272,30 @@ def test_take_steps_reports_plain_losses() -> None:
     wanted = [sum(float(model(*batch(2 * step + micro)).detach()) / 2 for micro in range(2)) for step in range(2)]
     assert result.losses == pytest.approx(wanted, rel=1e-6)
     assert train_plain(net(), Recipe(steps=1)).losses[0] == pytest.approx(float(net()(*batch(0)).detach()))
+
+
+def test_a_failed_merge_of_gradients_leaks_no_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a GPU has no memory left for it."""
+    model = net()
+    with sharded(model, configured(tmp_path), RECIPE) as optimizer:
+        runtime = running(model)
+        model(*batch(0)).backward()
+        runtime.gradients.finish()
+
+        def fails(*_: object) -> float:
+            raise torch.OutOfMemoryError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gradient_home, "_accumulate", fails)
+            model(*batch(1)).backward()
+            with pytest.raises(torch.OutOfMemoryError):
+                runtime.gradients.finish()
+        while True:
+            try:
+                optimizer.zero_grad()
+                break
+            except torch.OutOfMemoryError:
+                continue
+        tz.full_state_dict(model)
+        assert (runtime.pools["host"].used, runtime.pools["buckets"].used) == (0, 0)
+        one_step(model, optimizer, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from torch import nn
 
 import tierzero as tz
 from tierzero.api import running
+from tierzero.checkpoint import load
 from tierzero.errors import TierError
-from tierzero.runtime.state import SlotState
-from tierzero.tiers import IoEngine
+from tierzero.runtime.pager import Pager
+from tierzero.runtime.state import SlotState, UnitState
+from tierzero.tiers import Buffer, IoEngine
 from tierzero.tiers.interrupts import held_back
 
 from ..support.oracle import TIERS, Case, Outcome, assert_bits, built, config, hyper, record_state, sharded
@@ -173,3 +177,116 @@ def test_waiting_for_a_gradient_can_be_interrupted(tmp_path: Path, monkeypatch: 
         assert list(gradients._in_flight) == waiting
         gradients.finish()
         assert torch.isfinite(tz.clip_grad_norm_(model, 1.0))
+
+
+def interrupted_after(seconds: float, call: Callable[[], object]) -> None:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    timer.join()
+
+
+def test_write_backs_outlive_an_interrupt_of_whoever_waits_for_them(tmp_path: Path) -> None:
+    """The updated state exists nowhere but in memory until it is written."""
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        runtime = running(model)
+        optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+        for step in range(2):
+            regression(model, step, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime.engine.fault = lambda op, *_: time.sleep(0.2 if op == "write" else 0)
+        interrupted_after(0.1, lambda: tz.full_state_dict(model))
+        runtime.engine.fault = None
+        interrupted = tz.full_state_dict(model)
+        tz.save_checkpoint(model, optimizer, tmp_path / "saved")
+        regression(model, 2, 0).backward()
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+        tz.load_checkpoint(model, optimizer, tmp_path / "saved")
+        loaded = tz.full_state_dict(model)
+    assert all(torch.equal(loaded[name], interrupted[name]) for name in loaded)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_half_a_checkpoint_is_never_trained_on(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sharded(built(STACK), config(tmp_path, tier), STACK.units) as model:
+        optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+        tz.save_checkpoint(model, optimizer, tmp_path / "saved")
+        read = Once(load._read_open, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))
+        read.arm(2)
+        monkeypatch.setattr(load, "_read_open", read)
+        with pytest.raises(KeyboardInterrupt):
+            tz.load_checkpoint(model, optimizer, tmp_path / "saved")
+        assert read.fired
+        for act in (lambda: regression(model, 0, 0), lambda: tz.full_state_dict(model)):
+            with pytest.raises(TierError, match=r"while a checkpoint was being loaded.*go on from a checkpoint"):
+                act()
+
+
+def test_a_damaged_tile_of_a_checkpoint_leaks_no_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        runtime = running(model)
+        tz.save_checkpoint(model, None, tmp_path / "saved")
+        before = runtime.pools["host"].used
+
+        def damaged(*_: object) -> None:
+            raise tz.CheckpointError("damaged")
+
+        monkeypatch.setattr(load, "_read_open", damaged)
+        with pytest.raises(tz.CheckpointError):
+            tz.load_checkpoint(model, None, tmp_path / "saved")
+        assert runtime.pools["host"].used == before
+        assert not any(runtime.tile_io._in_use.values())
+
+
+def test_an_interrupted_edit_is_never_forgotten(tmp_path: Path) -> None:
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        engine = running(model).engine
+        fired = []
+
+        def fault(op: str, *_: object) -> None:
+            if op == "write" and not fired:
+                fired.append(op)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+
+        def edit() -> None:
+            with tz.gathered(model.first.weight), torch.no_grad():
+                model.first.weight.mul_(2)
+                engine.fault = fault
+
+        with pytest.raises(KeyboardInterrupt):
+            edit()
+        engine.fault = None
+        with pytest.raises(TierError, match=r"while parameter 'first.weight' was being changed"):
+            regression(model, 0, 0)
+
+
+def test_an_interrupt_between_two_groups_of_a_unit_leaks_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> nn.Module:
+        model = built(STACK)
+        for block in model.blocks:
+            block.norm.requires_grad_(False)
+        return model
+
+    with sharded(build(), config(tmp_path), STACK.units) as model:
+        runtime = running(model)
+        room, calls = Pager._room, []
+
+        def once(self: Pager, nbytes: int, unit: UnitState, required: bool) -> Buffer | None:
+            calls.append(unit.title)
+            if calls.count(unit.title) == 2:
+                raise KeyboardInterrupt
+            return room(self, nbytes, unit, required)
+
+        monkeypatch.setattr(Pager, "_room", once)
+        with pytest.raises(KeyboardInterrupt):
+            regression(model, 0, 0)
+        monkeypatch.undo()
+        for unit in runtime.units:
+            runtime.pager.forget(unit)
+        assert runtime.pools["arena"].used == 0

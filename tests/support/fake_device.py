@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -156,6 +157,9 @@ class FakeDevice:
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Event) -> Event:
         assert self.memory.owns(src), "copy_out must start from device memory"
         return self._copy("out", dst, src, after)
+
+    def lane(self) -> Callable[[], AbstractContextManager[object]]:
+        return nullcontext
 
     def synchronize(self) -> None:
         for stream in self._streams.values():

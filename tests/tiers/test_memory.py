@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
 import warnings
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -367,3 +369,21 @@ def test_a_usual_allocation_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         HostAllocator().allocate(4 << 20)
+
+
+def test_a_forked_process_has_no_share_of_it() -> None:
+    """Else its being there would double what the parent writes to."""
+    allocator = HostAllocator()
+    memory = allocator.allocate(4 << 20)
+    start = memory.data_ptr()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        os.write(writer, b"%d" % any(int(low, 16) <= start < int(high, 16) for low, high in ranges))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 1) == b"0"
+    os.close(reader)
+    os.close(writer)
+    allocator.free(memory)

@@ -22,7 +22,6 @@ from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, Tile, slot_of, tile_pieces
 from tierzero.runtime.tile_io import OpenTile, Parts
-from tierzero.tiers import Priority
 
 
 def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]) -> Any:
@@ -76,12 +75,13 @@ def _open_and_check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, f
 
 
 def _load_state(runtime: Runtime, model: nn.Module, reader: _Reader) -> None:
-    for group in runtime.groups():
-        for tile in group.tiles:
-            # Half a checkpoint on top of another state is neither: after a failure nothing goes on from here.
-            runtime.engine.run(runtime.updater.whole_or_failed(_load_tile(runtime, group, tile, reader)))
-        group.version += 1
-    _load_buffers(model, reader)
+    # Half a checkpoint on top of another state is neither: after a failure or an interrupt nothing goes on from here.
+    with runtime.engine.unbroken("while a checkpoint was being loaded"):
+        for group in runtime.groups():
+            for tile in group.tiles:
+                runtime.engine.run(runtime.updater.whole_or_failed(_load_tile(runtime, group, tile, reader)))
+            group.version += 1
+        _load_buffers(model, reader)
 
 
 def _check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Path) -> None:
@@ -222,9 +222,8 @@ class _Reader:
 
 async def _load_tile(runtime: Runtime, group: GroupState, tile: Tile, reader: _Reader) -> None:
     parts = Parts.STATE if group.fmt else Parts.WEIGHT
-    opened = await runtime.tile_io.open_fresh(group, tile, parts)
-    await runtime.engine.call(_read_open, group, opened, reader)
-    await runtime.tile_io.store_fresh(group, opened, parts, Priority.DEMAND)
+    async with runtime.tile_io.fresh(group, tile, parts) as opened:
+        await runtime.engine.call(_read_open, group, opened, reader)
 
 
 def _read_open(group: GroupState, opened: OpenTile, reader: _Reader) -> None:

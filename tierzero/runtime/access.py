@@ -72,7 +72,8 @@ def write_changed(runtime: Runtime, slot: SlotState, values: torch.Tensor) -> bo
             store_master(group.fmt, torch.where(differs, wanted.float(), master), weight, parts)
         return True
 
-    _visit(runtime, slot, Parts.STATE if group.fmt else Parts.WEIGHT, change)
+    with runtime.engine.unbroken(f"while parameter {slot.name!r} was being changed"):
+        _visit(runtime, slot, Parts.STATE if group.fmt else Parts.WEIGHT, change)
     return changed
 
 
@@ -84,7 +85,8 @@ def zero_moments(runtime: Runtime, slot: SlotState) -> None:
             opened.optimizer[name][inside].zero_()
         return True
 
-    _visit(runtime, slot, Parts.STATE, zero)
+    with runtime.engine.unbroken(f"while the moments of parameter {slot.name!r} were being set to zero"):
+        _visit(runtime, slot, Parts.STATE, zero)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,6 +133,6 @@ async def _visit_tile(
         runtime.tile_io.close(opened)
         raise
     if dirty:
-        await runtime.tile_io.write_back(opened)
+        await runtime.updater.whole_or_failed(runtime.tile_io.write_back(opened))
     else:
         runtime.tile_io.close(opened)

@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -55,7 +56,8 @@ def build_runtime(
     world = _world(mesh)
     device = device or choose_device(world.local_rank)
     drafted = draft(model, config, units, world.size)
-    plan = plan_memory(drafted.shape(), drafted.request(config, world.size), _budgets(config, world, device))
+    budgets = _agreed(_budgets(config, world, device), world)
+    plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
     machinery = _assemble(plan, config, world, device, drafted, poison)
     runtime: Runtime | None = None
     try:
@@ -137,6 +139,19 @@ def _budgets(config: Config, world: World, device: Device) -> Budgets:
     )
 
 
+def _agreed(budgets: Budgets, world: World) -> Budgets:
+    """With what is free as the scarcest rank has it: ranks that plan alike gather alike, in the same order."""
+    if world.size == 1:
+        return budgets
+    names = ("device_free", "host_free", "available", "nvme_capacity")
+    found: list[list[int]] = [[]] * world.size
+    dist.all_gather_object(found, [getattr(budgets, name) for name in names], group=world.group)
+    device_free, host_free, available, nvme_capacity = (min(column) for column in zip(*found, strict=True))
+    return replace(
+        budgets, device_free=device_free, host_free=host_free, available=available, nvme_capacity=nvme_capacity
+    )
+
+
 def _nvme_capacity(config: Config) -> int:
     """Of the whole drives: what is free, and whether a path can be used at all, is seen when the store has opened
     them, which clears away what killed runs left.
@@ -172,7 +187,11 @@ def _assemble(
         verify=config.io.verify,
         nvme_shares=config.tiers.nvme_shares,
     )
-    collectives = Collectives(world, [spec.title for spec in drafted.specs], device.is_host) if world.size > 1 else None
+    collectives = (
+        Collectives(world, [spec.title for spec in drafted.specs], device.is_host, device.lane)
+        if world.size > 1
+        else None
+    )
     input_dtype = drafted.convert if drafted.convert is not torch.float32 else None
     return Machinery(world, device, plan, engine, store, pools, collectives, config.optimizer.overlap, input_dtype)
 

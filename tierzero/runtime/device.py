@@ -16,6 +16,8 @@ event. Compute that reads
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import torch
@@ -62,6 +64,11 @@ class Device(Protocol):
 
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Event) -> Event: ...
 
+    def lane(self) -> Callable[[], AbstractContextManager[object]]:
+        """For a thread's work in an order of its own: each block under what this gives is ordered after the one before
+        it, and against all else by events only.
+        """
+
     def synchronize(self) -> None: ...
 
 
@@ -101,6 +108,9 @@ class CpuDevice:
         dst.copy_(src)
         return PASSED
 
+    def lane(self) -> Callable[[], AbstractContextManager[object]]:
+        return nullcontext
+
     def synchronize(self) -> None:
         return
 
@@ -136,7 +146,7 @@ class CudaDevice:
         return CudaAllocator(self.torch_device)
 
     def host_allocator(self) -> HostAllocator:
-        return HostAllocator(register=_page_lock, unregister=_page_unlock)
+        return HostAllocator(register=self._page_lock, unregister=self._page_unlock)
 
     def now(self) -> Event:
         event = torch.cuda.Event()
@@ -155,8 +165,31 @@ class CudaDevice:
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Event) -> Event:
         return self._copy(self._out, dst, src, after)
 
+    def lane(self) -> Callable[[], AbstractContextManager[object]]:
+        # Never the default stream: a collective on it would hold up all that any thread issues after it, and two ranks
+        # that issue two collectives in different orders would wait for each other for ever.
+        stream = torch.cuda.Stream(self.torch_device)
+        return lambda: torch.cuda.stream(stream)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    # The current device belongs to the thread, and any thread may allocate.
+
+    def _page_lock(self, tensor: torch.Tensor) -> None:
+        with torch.cuda.device(self.torch_device):
+            code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+            if code == 0:
+                return
+            with suppress(RuntimeError):
+                torch.zeros(
+                    1, device=self.torch_device
+                )  # takes the error, which a later kernel would report as its own
+        raise OSError(f"cudaHostRegister failed with code {code}")
+
+    def _page_unlock(self, tensor: torch.Tensor) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
     def _copy(self, stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor, after: Event) -> Event:
         if isinstance(after, torch.cuda.Event):
@@ -170,16 +203,6 @@ class CudaDevice:
         done = torch.cuda.Event()
         done.record(stream)
         return done
-
-
-def _page_lock(tensor: torch.Tensor) -> None:
-    code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
-    if int(code) != 0:
-        raise OSError(f"cudaHostRegister failed with code {int(code)}")
-
-
-def _page_unlock(tensor: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 def choose_device(local_rank: int) -> Device:

@@ -18,7 +18,6 @@ from tierzero.errors import ConfigError
 from tierzero.optim.formats import store_master
 from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState, attach, piece_in
 from tierzero.runtime.tile_io import OpenTile, Parts
-from tierzero.tiers import Priority
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -208,9 +207,8 @@ async def _fill_tile(
     runtime: Runtime, group: GroupState, tile: Tile, sources: list[tuple[SlotState, torch.Tensor]]
 ) -> None:
     parts = Parts.STATE if group.fmt is not None else Parts.WEIGHT
-    opened = await runtime.tile_io.open_fresh(group, tile, parts)
-    await runtime.engine.call(_write_values, group, tile, opened, sources)
-    await runtime.tile_io.store_fresh(group, opened, parts, Priority.DEMAND)
+    async with runtime.tile_io.fresh(group, tile, parts) as opened:
+        await runtime.engine.call(_write_values, group, tile, opened, sources)
 
 
 def _write_values(

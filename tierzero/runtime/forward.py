@@ -141,6 +141,8 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
     gathered copy is lost with it.
     """
     runtime.check_use()
+    if torch._C._current_graph_task_id() != -1:
+        runtime.gradients.watch_backward_end()
     gathered = runtime.pager.demand(unit)
     lent: list[_Lent] = []
     around = unit.active

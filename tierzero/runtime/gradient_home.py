@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tierzero.optim.gradient import accumulate, sum_of_squares
-from tierzero.runtime.device import Device
+from tierzero.runtime.device import Device, Event
 from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState
 from tierzero.runtime.tile_io import Parts, TileIO, all_or_first_error
 from tierzero.sharding.collectives import Collectives
@@ -92,18 +92,27 @@ class GradientHome:
         self._pool = buckets
         self._whole = whole
 
-    def send(self, unit: UnitState, work: Collected) -> Future[None]:
-        """Starts the reduction and the way home; the future ends when all is there and the buckets are free again."""
+    def send(self, unit: UnitState, work: Collected, filled: Event) -> Future[None]:
+        """Starts the reduction and the way home; the future ends when all is there and the buckets are free again.
+        ``filled`` is an event behind the compute that filled the buckets.
+        """
         collectives = self._collectives
         if collectives is None:
-            return self._engine.submit(self._put_away_all(work))
+            return self._engine.submit(self._put_away_all(work, filled))
 
         def reduce_and_put_away() -> None:
-            for bucket, _ in work:
-                self._zero_gaps(bucket)
-                self._reduce(collectives, bucket)
-                bucket.restore()
-            self._engine.run(self._put_away_all(work))
+            try:
+                self._device.wait(filled)
+                for bucket, _ in work:
+                    self._zero_gaps(bucket)
+                    self._reduce(collectives, bucket)
+                    bucket.restore()
+            except BaseException:
+                for bucket, _ in work:
+                    bucket.restore()
+                    self._pool.release(bucket.buffer)
+                raise
+            self._engine.run(self._put_away_all(work, self._device.now()))
 
         return collectives.submit_reduce(unit.index, reduce_and_put_away)
 
@@ -124,8 +133,9 @@ class GradientHome:
                 end = slot.offset + slot.numel
         bucket.flat[end:].zero_()
 
-    async def _put_away_all(self, work: Collected) -> None:
+    async def _put_away_all(self, work: Collected, ready: Event) -> None:
         try:
+            self._device.wait(ready)
             for bucket, arrivals in work:
                 await self._put_away(bucket, arrivals)
         finally:
@@ -176,16 +186,18 @@ class GradientHome:
             return
         for tile in group.tiles:
             opened = await self._tile_io.open(group, tile, Parts.GRADIENT, Priority.DEMAND)
-            assert opened.gradient is not None
-            old = opened.gradient.to(shard.device)
-            for fragment, overwrite, factor in kept:
-                start = max(fragment.shard_offset, tile.span.start)
-                stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
-                if start < stop:
-                    part = old[start - tile.span.start : stop - tile.span.start]
-                    part = part if factor == 1.0 else part * factor
-                    await self._engine.call(_accumulate, shard[start:stop], part, overwrite)
-            self._tile_io.close(opened)
+            try:
+                assert opened.gradient is not None
+                old = opened.gradient.to(shard.device)
+                for fragment, overwrite, factor in kept:
+                    start = max(fragment.shard_offset, tile.span.start)
+                    stop = min(fragment.shard_offset + fragment.numel, tile.span.stop)
+                    if start < stop:
+                        part = old[start - tile.span.start : stop - tile.span.start]
+                        part = part if factor == 1.0 else part * factor
+                        await self._engine.call(_accumulate, shard[start:stop], part, overwrite)
+            finally:
+                self._tile_io.close(opened)
 
     async def _store_tile(self, bucket: Bucket, tile: Tile, shard: torch.Tensor) -> None:
         home = tile.gradient

@@ -88,7 +88,7 @@ class Gradients:
         if grad is None:
             return
         unit = slot.group.unit
-        self._watch_backward_end()
+        self.watch_backward_end()
         self.before_arrival(unit)
         if grad.is_sparse:
             grad = grad.to_dense()
@@ -164,7 +164,7 @@ class Gradients:
             return False
         for unit in self._units:
             if unit is not wanted and self._arrivals[unit.index].buckets:
-                self._dispatch(unit)
+                self._put_away(unit)  # more of its gradients will come
                 return True
         return False
 
@@ -183,7 +183,10 @@ class Gradients:
 
     # The end of a backward.
 
-    def _watch_backward_end(self) -> None:
+    def watch_backward_end(self) -> None:
+        """In a backward: what is complete then is put away at its end. Of nested ones (reentrant checkpointing) the
+        outermost counts, so this is also called where that one computes nothing but an inner one.
+        """
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
@@ -191,9 +194,13 @@ class Gradients:
 
     def _end_backward(self, task: int) -> None:
         self._tasks.discard(task)
+        if self._tasks:
+            return
         if self._collectives is not None:
             used = self._agree_on_used(self._collectives)
-            for index in [unit.index for unit in reversed(self._units)]:
+            # First what this rank would have sent sooner had it had all of it: others may have.
+            rest = self._order[self._next :]
+            for index in dict.fromkeys([*rest, *[unit.index for unit in reversed(self._units)]]):
                 if used.get(index) and not self._arrivals[index].dispatched:
                     self._add_missing(self._units[index], used[index])
                     self._dispatch(self._units[index])
@@ -227,6 +234,7 @@ class Gradients:
 
     def _add_missing(self, unit: UnitState, slots: list[SlotState]) -> None:
         """Zeros for what another rank has a gradient for and this one has not."""
+        self.before_arrival(unit)
         for slot in slots:
             bucket = self._bucket(slot.group)
             if slot.slot.index not in bucket.arrived:
@@ -237,7 +245,7 @@ class Gradients:
 
     def _dispatch(self, unit: UnitState) -> None:
         """Sends the unit's buckets home: its gradients are complete."""
-        self.on_unit_complete(unit, self._put_away(unit))
+        self.on_unit_complete(unit, self._put_away(unit) or self._in_flight.get(unit.index))
 
     def _put_away(self, unit: UnitState) -> Future[None] | None:
         """From here on the unit's buckets belong to the lane (several ranks) or to the engine."""
@@ -248,7 +256,7 @@ class Gradients:
         if buckets:
             with self._engine.whole():
                 work = [(bucket, self._note_arrivals(bucket)) for bucket in buckets]
-                future = self._home.send(unit, work)
+                future = self._home.send(unit, work, self._device.now())
                 self._in_flight[unit.index] = future
         return future
 
@@ -312,6 +320,7 @@ class Gradients:
         """After a backward that was broken off: what it left half collected is put away as it is, or dropped where
         ranks would have to agree.
         """
+        self._tasks.clear()
         if not any(state.count for state in self._arrivals):
             return
         for unit in self._units:
@@ -322,5 +331,4 @@ class Gradients:
             for bucket in state.buckets.values():
                 self._release(bucket)
             state.buckets = {}
-        self._tasks.clear()
         self._reset_arrivals()

@@ -62,7 +62,7 @@ class ParameterOwner(Protocol):
 
     def gradient_for_user(self) -> torch.Tensor | None: ...
 
-    def drop_gradient(self) -> None: ...
+    def discard_gradient(self) -> None: ...
 
     def set_requires_grad(self, wanted: bool) -> None: ...
 
@@ -185,7 +185,7 @@ def _grad_access(owner: ParameterOwner, kind: str, args: tuple[Any, ...]) -> tor
             raise NotResidentError(
                 f"the gradient of {owner.name!r} is kept in the tiers and cannot be assigned; set it to None to drop it"
             )
-        owner.drop_gradient()
+        owner.discard_gradient()
         return None
     return owner.gradient_for_user()
 

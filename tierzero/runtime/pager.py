@@ -131,9 +131,10 @@ class Pager:
         if record.state is Paging.COMING:
             self._finish(unit, record)
         if record.state is Paging.HERE:
-            for event in record.events:
-                event.synchronize()  # copies out of a home that is about to change, of a unit that was never used
             self._drop(unit.index)
+        for event in record.events:
+            event.synchronize()  # copies out of a home that is about to change may be under way still
+        record.events = []
 
     def settle(self, only: UnitState | None = None) -> None:
         """Waits for fetches in flight (of one unit, or all), and so for the updates that they carry out."""
@@ -201,16 +202,16 @@ class Pager:
             if group.gathered_version == group.version:
                 return local
             group.gathered_version = group.version
-        return self._collectives.submit_gather(group.unit.index, self._gather_work(group, gathered, local))
+        return self._collectives.submit_gather(group.unit.index, self._gather_work(group, gathered, local, after))
 
     def _gather_work(
-        self, group: GroupState, gathered: Gathered, local: Future[list[Event]]
+        self, group: GroupState, gathered: Gathered, local: Future[list[Event]], after: Event
     ) -> Callable[[], list[Event]]:
         collectives = self._collectives
         assert collectives is not None
 
         def work() -> list[Event]:
-            for event in local.result():
+            for event in (after, *local.result()):
                 self._device.wait(event)
             shard = gathered.flat.narrow(0, group.shard_start, group.layout.shard_numel)
             collectives.all_gather(gathered.flat, shard)
@@ -250,15 +251,19 @@ class Pager:
 
     def _buffers(self, unit: UnitState, required: bool) -> list[Buffer | None] | None:
         buffers: list[Buffer | None] = []
-        for group in unit.groups:
-            buffer = None if group.in_place else self._room(group.gathered_bytes(), unit, required)
-            if buffer is None and not group.in_place:
-                for taken in buffers:
-                    if taken is not None:
-                        self._arena.release(taken)
-                return None
-            buffers.append(buffer)
-        return buffers
+        complete = False
+        try:
+            for group in unit.groups:
+                buffer = None if group.in_place else self._room(group.gathered_bytes(), unit, required)
+                if buffer is None and not group.in_place:
+                    return None
+                buffers.append(buffer)
+            complete = True
+            return buffers
+        finally:
+            for taken in () if complete else buffers:
+                if taken is not None:
+                    self._arena.release(taken)
 
     def _room(self, nbytes: int, unit: UnitState, required: bool) -> Buffer | None:
         while True:
@@ -313,7 +318,7 @@ class Pager:
                 self._by_storage.pop(gathered.flat.untyped_storage().data_ptr(), None)
                 if gathered.buffer is not None:
                     self._arena.release(gathered.buffer)
-            record.state, record.gathered, record.events = Paging.AWAY, [], []
+            record.state, record.gathered = Paging.AWAY, []
 
 
 def _done() -> Future[list[Event]]:

@@ -151,6 +151,10 @@ class SlotState:
             "and tierzero.read_state(parameter, 'gradient') to read it"
         )
 
+    def discard_gradient(self) -> None:
+        """The user's ``parameter.grad = None``."""
+        self.owner.zero_grad([self])
+
     def drop_gradient(self) -> None:
         self.has_grad = self.spent = False
         self.sum_of_squares = 0.0

@@ -21,7 +21,7 @@ from functools import reduce
 import torch
 
 from tierzero.errors import TierError
-from tierzero.runtime.device import Device
+from tierzero.runtime.device import Device, Event
 from tierzero.runtime.state import GroupState, Home, Tile
 from tierzero.runtime.stats import RoomClock
 from tierzero.tiers import Buffer, Lease, MemoryPool, Priority, Request, Residency, Tier, TieredStore, page_round
@@ -195,52 +195,77 @@ class TileIO:
         if not task.cancelled() and task.exception() is None:
             self.close(task.result())
 
-    async def open_fresh(self, group: GroupState, tile: Tile, parts: Parts) -> OpenTile:
-        """Like `open`, but reads nothing: the opener fills every byte, then calls `store_fresh`."""
-        self._in_use[id(tile)] += 1  # until `store_fresh` has ended
-        await self.discard_ahead(tile)
-        wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
-        staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
-        opened = OpenTile(tile)
-        if staged:
-            opened.staging = await self._acquire(sum(page_round(home.nbytes) for _, home in staged))
-        places = self._lay_out([home for _, home in staged])
-        for kind, home in wanted:
-            self._bind(group, opened, kind, home, places.get(id(home)))
-        return opened
+    @asynccontextmanager
+    async def fresh(
+        self, group: GroupState, tile: Tile, parts: Parts, priority: Priority = Priority.DEMAND
+    ) -> AsyncIterator[OpenTile]:
+        """Like `open`, but reads nothing: the block fills every byte, and at its end they are written home."""
+        with self._using(tile):
+            await self.discard_ahead(tile)
+            homes = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
+            staged = [home for _, home in homes if not self._addressable(home)]
+            opened = OpenTile(tile)
+            if staged:
+                opened.staging = await self._acquire(sum(page_round(home.nbytes) for home in staged))
+            try:
+                places = self._lay_out(staged)
+                for kind, home in homes:
+                    self._bind(group, opened, kind, home, places.get(id(home)))
+                yield opened
+                await self._store_fresh(opened, staged, places, priority)
+            finally:
+                self._release(opened)
 
-    async def store_fresh(self, group: GroupState, opened: OpenTile, parts: Parts, priority: Priority) -> None:
-        """Writes a tile that `open_fresh` opened to its homes and closes it."""
-        wanted = [home for _, home in self._homes(opened.tile, parts) if home is not None]
-        staged = [home for home in wanted if not self._addressable(home)]
-        places = self._lay_out(staged)
-        try:
-            for home in staged:
-                assert opened.staging is not None
-                if _on_device(home):
-                    copy = opened.staging.view(torch.uint8, home.nbytes, places[id(home)])
-                    self._device.copy_in(home.tensor(torch.uint8, home.nbytes), copy, self._device.now()).synchronize()
-            files = [home for home in staged if not _on_device(home)]
-            if files:
-                assert opened.staging is not None
-                start, length = places[id(files[0])], sum(page_round(home.nbytes) for home in files)
-                await self._store.write([home.stored for home in files], opened.staging.memory(start, length), priority)
-        finally:
-            self._in_use[id(opened.tile)] -= 1
-            self._release(opened)
+    async def _store_fresh(
+        self, opened: OpenTile, staged: list[Home], places: dict[int, int], priority: Priority
+    ) -> None:
+        for home in staged:
+            assert opened.staging is not None
+            if _on_device(home):
+                copy = opened.staging.view(torch.uint8, home.nbytes, places[id(home)])
+                event = self._device.copy_in(home.tensor(torch.uint8, home.nbytes), copy, self._device.now())
+                await self._passed(event)
+        files = [home for home in staged if not _on_device(home)]
+        if files:
+            assert opened.staging is not None
+            start, length = places[id(files[0])], sum(page_round(home.nbytes) for home in files)
+            await self._store.write([home.stored for home in files], opened.staging.memory(start, length), priority)
 
-    async def write_back(self, opened: OpenTile, priority: Priority = Priority.WRITE_BACK) -> None:
-        """Writes weight and optimizer state home where they were staged, then closes the tile."""
+    def copy_mirrors(self, opened: OpenTile) -> list[Event]:
+        """Begins to copy what was changed in staged copies of device memory back there. Compute and copies that are
+        issued from now on come after it.
+        """
+        events = []
+        for device_memory, copy in opened.mirrors:
+            event = self._device.copy_in(device_memory, copy, self._device.now())
+            self._device.wait(event)
+            events.append(event)
+        opened.mirrors.clear()
+        return events
+
+    async def _passed(self, event: Event) -> None:
+        """Waits for an event without holding up the loop."""
+        if not self._device.is_host:
+            await self._store.engine.call(event.synchronize)
+
+    async def write_back(
+        self, opened: OpenTile, copies: Sequence[Event] = (), priority: Priority = Priority.WRITE_BACK
+    ) -> None:
+        """Writes weight and optimizer state home where they were staged, then closes the tile. ``copies`` out of its
+        staging memory are waited for before that is given back; they and the write only read it.
+        """
         writing = int(opened.staging is not None)
         self.room.change(writing=writing)
         try:
-            for device_memory, copy in opened.mirrors:
-                event = self._device.copy_in(device_memory, copy, self._device.now())
-                event.synchronize()
-            if opened.lease is not None:
-                opened.lease.mark_dirty()
-                await self._store.page_out(opened.lease, priority)
-                opened.lease = None
+            copies = [*copies, *self.copy_mirrors(opened)]
+            try:
+                if opened.lease is not None:
+                    opened.lease.mark_dirty()
+                    await self._store.page_out(opened.lease, priority)
+                    opened.lease = None
+            finally:
+                for event in copies:
+                    await self._passed(event)
         finally:
             # A failed write leaves the object DIRTY for good: the engine's failure ends the run.
             self.room.change(writing=-writing)
@@ -309,7 +334,7 @@ class TileIO:
             if _on_device(home):
                 copy = opened.staging.view(torch.uint8, home.nbytes, places[id(home)])
                 source = home.tensor(torch.uint8, home.nbytes)
-                self._device.copy_out(copy, source, self._device.now()).synchronize()
+                await self._passed(self._device.copy_out(copy, source, self._device.now()))
                 if kind is not Parts.GRADIENT:
                     opened.mirrors.append((source, copy))
             elif kind is Parts.GRADIENT:

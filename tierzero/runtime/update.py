@@ -9,6 +9,7 @@ here runs on the engine's loop but the kernel, which runs on its compute threads
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -85,9 +86,10 @@ class Updater:
 
     async def whole_or_failed(self, update: Coroutine[Any, Any, T]) -> T:
         """Runs an update that nothing can take back: if it fails half-way, tiles of one shard are at different steps.
-        The engine then keeps the error, so that nobody goes on from them.
+        The engine then keeps the error, so that nobody goes on from them. An interrupt of whoever waits does not reach
+        it.
         """
-        return await self._engine.spawn(update)
+        return await asyncio.shield(self._engine.spawn(update))
 
     async def _bring_all(
         self, group: GroupState, spec: UpdateSpec | None, destination: Destination | None, priority: Priority
@@ -112,9 +114,11 @@ class Updater:
                     return
 
     async def drain(self) -> None:
-        """Waits for every write-back begun so far; raises the first failure."""
+        """Waits for every write-back begun so far; raises the first failure. Cancelled, it leaves them alone."""
         while self._writing:
-            await asyncio.gather(*tuple(self._writing))
+            done, _ = await asyncio.wait(tuple(self._writing))
+            for written in done:
+                written.result()
 
     async def _bring_tile(
         self,
@@ -140,7 +144,7 @@ class Updater:
     ) -> list[Event]:
         assert tile.optimizer is not None
         if tile.optimizer.tier is Tier.DEVICE and not self._device.is_host:
-            return self._update_on_device(group, tile, spec, segments, destination)
+            return await self._update_on_device(group, tile, spec, segments, destination)
         opened = await self._tile_io.open(group, tile, Parts.ALL, priority)
         started = time.perf_counter()
         try:
@@ -148,7 +152,7 @@ class Updater:
             self._tile_io.release_gradient(opened)
             self.kernel_seconds += time.perf_counter() - started
             self.updated += sum(stop - start for start, stop, _ in segments)
-            events: list[Event] = []
+            events = self._tile_io.copy_mirrors(opened)
             if destination is not None:
                 assert opened.weight is not None
                 target = destination.tensor(group.layout.dtype, tile.span.numel, tile.span.start)
@@ -160,18 +164,14 @@ class Updater:
         return events
 
     def _write_behind(self, opened: OpenTile, events: list[Event]) -> None:
-        """Starts the write-back; the staging buffer is not given back before the copies out of it have ended."""
-
-        async def write() -> None:
-            for event in events:
-                await self._synchronize(event)
-            await self._tile_io.write_back(opened)
-
-        written = self._engine.spawn(write())
+        """Starts the write-back. It begins before anything else of the loop, and so before whoever waits for this
+        update could want the tile again.
+        """
+        written = self._engine.spawn(self._tile_io.write_back(opened, events))
         self._writing.add(written)
         written.add_done_callback(self._writing.discard)
 
-    def _update_on_device(
+    async def _update_on_device(
         self,
         group: GroupState,
         tile: Tile,
@@ -181,15 +181,16 @@ class Updater:
     ) -> list[Event]:
         """State in device memory is updated there, by PyTorch operations of the same arithmetic."""
         assert tile.optimizer is not None
-        assert tile.gradient is not None
         assert group.fmt is not None
+        if destination is not None:
+            self._device.wait(destination.after)
         numel = tile.span.numel
         weight = tile.weight.tensor(group.layout.dtype, numel)
         optimizer, skip = {}, 0
         for part in group.fmt.optimizer:
             optimizer[part.name] = tile.optimizer.tensor(part.dtype, numel, skip)
             skip += numel * part.itemsize
-        gradient = tile.gradient.tensor(group.grad_dtype, numel).to(weight.device)
+        gradient = await self._gradient_on_device(group, tile)
         for start, stop, index in segments:
             parts = {name: values[start:stop] for name, values in optimizer.items()}
             segment = spec.segments[index]
@@ -200,6 +201,20 @@ class Updater:
         if destination is not None:
             destination.tensor(group.layout.dtype, numel, tile.span.start).copy_(weight)
         return [self._device.now()]
+
+    async def _gradient_on_device(self, group: GroupState, tile: Tile) -> torch.Tensor:
+        home = tile.gradient
+        assert home is not None
+        if home.tier is Tier.DEVICE:
+            return home.tensor(group.grad_dtype, tile.span.numel)
+        opened = await self._tile_io.open(group, tile, Parts.GRADIENT, Priority.DEMAND)
+        try:
+            assert opened.gradient is not None
+            copy = functools.partial(opened.gradient.to, self._device.torch_device, copy=True)
+            copied: torch.Tensor = await self._engine.call(copy)
+            return copied
+        finally:
+            self._tile_io.close(opened)
 
     async def _read_weights(
         self, group: GroupState, tile: Tile, destination: Destination, priority: Priority

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -144,20 +144,28 @@ class _Lane:
 
     data: dist.ProcessGroup
     tags: dist.ProcessGroup
+    work_in: Callable[[], AbstractContextManager[object]]
+    """Around the work of this lane: orders it on a device, apart from the other lane's."""
     thread: _Worker = field(default_factory=_Worker)
 
 
 class Collectives:
     """All-gather, reduce-scatter and all-reduce over ``world``; only made where it has more than one rank."""
 
-    def __init__(self, world: World, unit_names: list[str], host_compute: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        unit_names: list[str],
+        host_compute: bool,
+        new_lane: Callable[[], Callable[[], AbstractContextManager[object]]] = lambda: nullcontext,
+    ) -> None:
         self._world = world
         self._names = unit_names
         assert world.group is not None
         self._host_data = host_compute
         self._groups = take_groups(world.group, host_compute)
-        self._gather = _Lane(self._groups.gather, self._groups.gather_tags)
-        self._reduce = _Lane(self._groups.reduce, self._groups.reduce_tags)
+        self._gather = _Lane(self._groups.gather, self._groups.gather_tags, new_lane())
+        self._reduce = _Lane(self._groups.reduce, self._groups.reduce_tags, new_lane())
         self._small = self._groups.small
         self.bytes = CommBytes()
         # At interpreter exit too, before the threads are stopped wherever they are.
@@ -173,7 +181,8 @@ class Collectives:
     def _submit(self, lane: _Lane, unit: int, work: Callable[[], T]) -> Future[T]:
         def run() -> T:
             self._check_tag(lane, unit)
-            return work()
+            with lane.work_in():
+                return work()
 
         return lane.thread.submit(run)
 

@@ -153,19 +153,19 @@ class IoEngine:
         """Around a section that must not be left half done: Ctrl-C is held back, and after any other interrupt in it
         `check` raises. Not for sections that wait.
         """
-        finished = False
+        with held_back(), self.unbroken("while state was changing hands"):
+            yield
+
+    @contextlib.contextmanager
+    def unbroken(self, when: str) -> Iterator[None]:
+        """Around a change of state in several parts: after an interrupt in it `check` raises. May wait."""
         try:
-            with held_back():
-                yield
-                finished = True
+            yield
         except Exception:
             raise
         except BaseException as error:
-            if finished:
-                raise
             self.failure = self.failure or TierError(
-                f"{type(error).__name__} while state was changing hands: what is in the tiers cannot be relied upon; "
-                "go on from a checkpoint"
+                f"{type(error).__name__} {when}: what is in the tiers cannot be relied upon; go on from a checkpoint"
             )
             raise
 

@@ -164,11 +164,16 @@ def _map_aligned(capacity: int) -> tuple[mmap.mmap, int]:
 
 def _map(nbytes: int) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise BudgetError(
             f"the system refused {nbytes:,} bytes of host memory ({error.strerror}); lower tiers.host", nbytes
         ) from error
+    # While a forked process (a DataLoader's worker) shared them, pages would be copied as they are written to, beyond
+    # every budget; and the kernel allows no O_DIRECT into pages that a fork may copy at the same time (open(2)).
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memory
 
 
 def _address(memory: mmap.mmap) -> int:
