@@ -18,7 +18,7 @@ import tierzero as tz
 from .config import Config
 from .data import DataSplit, open_data
 from .errors import CheckpointError, ConfigError
-from .models import GPT, Block
+from .models import GPT, Block, bundled_model
 from .training import checkpoints, ranks
 from .training.memory import peak_rss_bytes
 from .training.metrics import Measured, MetricsFile, Record, check_writable, combine
@@ -91,19 +91,10 @@ def train(job: Job) -> float | None:
 
 
 def _build(config: Config) -> GPT:
-    section = config.model
     torch.manual_seed(config.train.seed)
     # On the meta device from the start: a weight larger than the address space that is free is for the plan to refuse.
     with torch.device("meta"), tz.empty_init():
-        model = GPT(
-            section.dim,
-            section.layers,
-            section.heads,
-            section.vocab,
-            config.train.seq_len,
-            tied=section.tied,
-            dropout=section.dropout,
-        )
+        model = bundled_model(config)
     sharded: GPT = tz.shard(model, config, units=None if config.sharding.units else (Block,))
     return sharded
 

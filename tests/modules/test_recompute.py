@@ -188,3 +188,92 @@ def checkpointed_ranks(rank: int, size: int, nvme: str) -> None:
 
 def test_recompute_on_two_ranks_changes_no_bit(tmp_path: Path, two_ranks: RankPool) -> None:
     two_ranks.run(checkpointed_ranks, str(tmp_path))
+
+
+class Sectioned(nn.Module):
+    """Checkpoints several units in one go; the last of each section unpacks its weight before its input, as a layer
+    without bias does, and with that input all the section is run again.
+    """
+
+    def __init__(self, recomputed: bool) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM, bias=False)) for _ in range(8)
+        )
+
+    def section(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        for block in self.blocks[start : start + 4]:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for start in (0, 4):
+            x = checkpoint(self.section, x, start, use_reentrant=False) if self.recomputed else self.section(x, start)
+        return x
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_weight_in_a_node_that_waits_for_recomputation_stays(prefetch: int, tier: str, tmp_path: Path) -> None:
+    limits = {"nvme": [str(tmp_path)], "tile": 4096, "prefetch": prefetch, "device": "64MiB", "host": "64MiB"}
+    found = []
+    for recomputed in (False, True):
+        sections = Case(lambda recomputed=recomputed: Sectioned(recomputed), regression, ("blocks.*",), steps=6)
+        found.append(train_sharded(sections, config(tmp_path, tier, tiers=limits)))
+    assert_bits(found[1], found[0])
+
+
+def sections_as_rank(rank: int, size: int, nvme: str) -> None:
+    found = []
+    for recomputed in (False, True):
+        sections = Case(lambda recomputed=recomputed: Sectioned(recomputed), regression, ("blocks.*",), steps=6)
+        found.append(train_sharded(sections, config(Path(nvme), "host"), rank, size))
+    assert_bits(found[1], found[0])
+
+
+def test_a_weight_in_a_node_that_waits_stays_on_two_ranks(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(sections_as_rank, str(tmp_path))
+
+
+class Sharer(nn.Module):
+    """Uses a weight of the unit around it beside its own."""
+
+    def __init__(self, around: nn.Module) -> None:
+        super().__init__()
+        self.around = (around,)
+        self.own = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.own(torch.tanh(F.linear(torch.tanh(x), self.around[0].shared.weight))))
+
+
+class Around(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode = mode
+        self.first, self.shared = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM, bias=False)
+        self.blocks = nn.ModuleList(Sharer(self) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if self.mode == "none" else checkpoint(block, x, use_reentrant=self.mode == "reentrant")
+        return x
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("mode", "recompute"), [*[(mode, "none") for mode in MODES], *[("none", k) for k in RECOMPUTE]]
+)
+def test_a_recomputed_unit_finds_the_units_around_it_in_use(
+    mode: str, recompute: str | int, tier: str, tmp_path: Path
+) -> None:
+    def square(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        x = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(step))  # as many rows as the weight has
+        return model(x).square().mean()
+
+    def trained(mode: str, **sections: Any) -> Outcome:
+        return train_sharded(Case(lambda: Around(mode), square, (Sharer,), steps=4), config(tmp_path, tier, **sections))
+
+    assert_bits(trained(mode, activations={"recompute": recompute}), trained("none"))

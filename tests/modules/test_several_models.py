@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tierzero as tz
+from tierzero.api import running
 
 from ..support.oracle import TIERS, Case, built, config, hyper, sharded
 from ..support.rank_pool import RankPool
@@ -119,3 +122,24 @@ def test_a_closed_model_says_so(use: str, tmp_path: Path) -> None:
     tz.close(model)
     with pytest.raises(tz.ConfigError, match=r"closed|sharded already"):
         AFTER_CLOSE[use](model)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_model_that_is_dropped_after_a_step_gives_everything_back(tier: str, tmp_path: Path) -> None:
+    model = Stack()
+    tz.shard(model, config(tmp_path, tier), units=(Block,))
+    optimizer = tz.AdamW(model.parameters())
+    regression(model, 0, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    runtime = weakref.ref(running(model))
+    running(model).flush()
+    del model, optimizer
+    deadline = time.monotonic() + 20
+    while runtime() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert runtime() is None
+    while list(tmp_path.rglob("*.tier")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not list(tmp_path.rglob("*.tier"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import tierzero as tz
 from tierzero.errors import NotResidentError
 
 from ..support.oracle import TIERS, Case, assert_close, built, config, sharded, train_plain, train_sharded
@@ -100,3 +101,36 @@ def test_changing_a_weight_inside_its_forward_is_refused(
         second.write = None
         if tier == "nvme":  # elsewhere it may have been the weight itself
             assert torch.equal(model(x), wanted)
+
+
+class Wide(nn.Module):
+    """A large root, one large block, and blocks that can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, DIM)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, width), nn.Tanh(), nn.Linear(width, DIM)) for width in (8, 8, 200, 8)
+        )
+        self.head = nn.Linear(DIM, 1000)
+
+    def forward(self, ids: torch.Tensor, route: tuple[int, ...]) -> torch.Tensor:
+        x = self.embed(ids)
+        for index in route:
+            x = self.blocks[index](x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_an_accepted_plan_has_room_for_any_order(prefetch: int, tmp_path: Path) -> None:
+    limits = {"nvme": [str(tmp_path)], "prefetch": prefetch, "device": "1GiB", "host": "1GiB"}
+    with sharded(Wide(), config(tmp_path, tiers=limits), ("blocks.*", "embed")) as model:
+        optimizer = tz.AdamW(model.parameters())
+        for route in ((0, 1, 2, 3), (2, 3), (0, 1, 2, 3), (3, 2, 1, 0)):
+            model(torch.arange(5), route).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.arange(5), route)
+            tz.full_state_dict(model)

@@ -20,7 +20,7 @@ from tierzero.checkpoint import load
 from tierzero.errors import TierError
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.state import SlotState, UnitState
-from tierzero.tiers import Buffer, IoEngine
+from tierzero.tiers import IoEngine
 from tierzero.tiers.interrupts import held_back
 
 from ..support.oracle import TIERS, Case, Outcome, assert_bits, built, config, hyper, record_state, sharded
@@ -275,18 +275,69 @@ def test_an_interrupt_between_two_groups_of_a_unit_leaks_no_memory(
 
     with sharded(build(), config(tmp_path), STACK.units) as model:
         runtime = running(model)
-        room, calls = Pager._room, []
+        reserve, calls = Pager._reserve, []
 
-        def once(self: Pager, nbytes: int, unit: UnitState, required: bool) -> Buffer | None:
+        def once(self: Pager, record: Any, nbytes: int, unit: UnitState, required: bool) -> bool:
             calls.append(unit.title)
             if calls.count(unit.title) == 2:
                 raise KeyboardInterrupt
-            return room(self, nbytes, unit, required)
+            return reserve(self, record, nbytes, unit, required)
 
-        monkeypatch.setattr(Pager, "_room", once)
+        monkeypatch.setattr(Pager, "_reserve", once)
         with pytest.raises(KeyboardInterrupt):
             regression(model, 0, 0)
         monkeypatch.undo()
         for unit in runtime.units:
             runtime.pager.forget(unit)
         assert runtime.pools["arena"].used == 0
+
+
+@pytest.mark.parametrize("placement", [*TIERS, {"params": "host", "optimizer": "nvme", "gradients": "host"}], ids=str)
+def test_updates_go_on_when_the_wait_for_them_is_interrupted(
+    placement: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever comes next waits for them."""
+    sections = {"placement": placement} if isinstance(placement, dict) else {}
+    settings = config(tmp_path, "nvme" if sections else placement, optimizer={"overlap": "none"}, **sections)
+    found = []
+    for interrupted in (False, True):
+        with sharded(built(STACK), settings, STACK.units) as model:
+            runtime = running(model)
+            optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+            for step in range(2):
+                regression(model, step, 0).backward()
+                if step == 1 and interrupted:
+                    runtime.engine.fault = lambda *_: time.sleep(0.02)
+                    apply = Once(runtime.updater.apply, ctrl_c)
+                    apply.arm(1)
+                    monkeypatch.setattr(runtime.updater, "apply", apply)
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                seen = regression(model, 5, 0)
+            found.append([seen, *tz.full_state_dict(model).values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_gradient_that_an_interrupt_left_with_the_parameter_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        gradients = running(model).gradients
+        arrive, left = gradients.arrive, []
+
+        def interrupted(slot: SlotState) -> None:
+            if not left:
+                left.append(slot)
+                raise KeyboardInterrupt
+            arrive(slot)
+
+        monkeypatch.setattr(gradients, "arrive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            regression(model, 0, 0).backward()
+        model.zero_grad()
+        with torch._C.DisableTorchFunctionSubclass():
+            assert all(parameter.grad is None for parameter in model.parameters())

@@ -37,8 +37,9 @@ def arena_bytes(shape: ModelShape, prefetch: int, keep: bool, in_place: Sequence
     # The last units of the forward are followed by the first ones again, and the two largest must fit wherever they
     # stand.
     edge = set(range(max(0, len(sizes) - window + 1), len(sizes))) | {0, 1} & set(range(len(sizes)))
-    largest = sorted(range(len(sizes)), key=lambda unit: sizes[unit])[-2:]
-    held = {above for unit in largest for above in shape.ancestors[unit]} | set(largest)
+    around = {above for ancestors in shape.ancestors for above in ancestors}
+    inner = sorted(set(range(len(sizes))) - around, key=lambda unit: sizes[unit])
+    held = around | set(inner[-2:])
     return min(sum(sizes), max(most, sum(sizes[unit] for unit in edge), sum(sizes[unit] for unit in held)))
 
 

@@ -95,16 +95,20 @@ def _stage_for(kind: str) -> str:
     return f"stage {first} or more" if first < 3 else f"stage {first}"
 
 
-def _tile_sizes(shape: ModelShape, request: PlanRequest) -> list[int]:
-    """Tile sizes to try, in elements, the preferred first. Several tiles per large shard, so that overlap exists on
-    small models too.
+def preferred_tile(shape: ModelShape, request: PlanRequest) -> int:
+    """Elements of a tile where memory allows. Several tiles per large shard, so that overlap exists on small models
+    too.
     """
     if request.tile is not None:
-        return [-(-request.tile // 2048) * 2048]
+        return -(-request.tile // 2048) * 2048
     largest = max((group.layout.shard_numel for group in shape.groups), default=1)
-    first = min(DEFAULT_TILE, max(SMALLEST_TILE, -(-largest // (4 * 2048)) * 2048))
-    sizes = [first]
-    while sizes[-1] > SMALLEST_TILE:
+    return min(DEFAULT_TILE, max(SMALLEST_TILE, -(-largest // (4 * 2048)) * 2048))
+
+
+def _tile_sizes(shape: ModelShape, request: PlanRequest) -> list[int]:
+    """Tile sizes to try, in elements, the preferred first."""
+    sizes = [preferred_tile(shape, request)]
+    while request.tile is None and sizes[-1] > SMALLEST_TILE:
         sizes.append(max(SMALLEST_TILE, sizes[-1] // 2 // 2048 * 2048))
     return sizes
 

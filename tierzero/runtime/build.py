@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -273,11 +274,18 @@ def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:
         folder.load_buffers(model)
 
 
+def _arrived(slot: weakref.ref[SlotState], _: torch.Tensor) -> None:
+    """A parameter's hook. It must not own what owns the parameter: Python's collector does not see hooks."""
+    found = slot()
+    if found is not None:
+        found.owner.gradients.arrive(found)
+
+
 def _install(runtime: Runtime, model: nn.Module, config: Config, drafted: Draft) -> None:
     for slot in runtime.slots():
         if slot.group.layout.trainable:
             with torch._C.DisableTorchFunctionSubclass():
-                slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: runtime.gradients.arrive(slot))
+                slot.parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(slot)))
     install_zero_grad(runtime, model)
     install_refusals(model)
     if not runtime.device.is_host:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from tierzero.errors import NotResidentError
+from tierzero.errors import ConfigError, NotResidentError
 from tierzero.runtime.paged import PagedParameter
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.state import Gathered, GroupState, SlotState, UnitState, slot_of
@@ -118,14 +118,22 @@ class SavedWeights:
         return packed
 
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
-        flat = self._whole(handle.group, handle.version).flat.view(handle.dtype)
+        whole = self._whole(handle.group, handle.version)
+        # A backward that is itself recorded (create_graph) keeps what it used for as long as its own graph lives.
+        recorded = torch.is_grad_enabled()
+        flat = (whole.flat if recorded else whole.lend()).view(handle.dtype)
         start = flat.storage_offset() + handle.offset // handle.dtype.itemsize
         weight = flat.as_strided(handle.size, handle.stride, start)
-        # A backward that is itself recorded (create_graph) keeps what it used for as long as its own graph lives.
-        return weight.clone() if torch.is_grad_enabled() else weight
+        return weight.clone() if recorded else weight
 
     def _whole(self, group: GroupState, version: int) -> Gathered:
         if version != group.version:
+            if group.unit.runtime.updates_in_backward:
+                raise ConfigError(
+                    f"a backward needs the weights of unit {group.unit.title!r} again after it has updated them; "
+                    "optimizer.overlap = 'backward' updates a unit once its gradients are complete, which cannot be "
+                    "taken back: use 'forward' for such a model, and go on from a checkpoint"
+                )
             raise RuntimeError(
                 f"the weights of unit {group.unit.title!r} were updated between this forward and its backward; "
                 "call backward before optimizer.step(), or run the forward again"
@@ -137,12 +145,25 @@ class SavedWeights:
 def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
     """Keeps the unit gathered and its parameters resident; nested uses of one unit share the outermost.
 
+    A recomputation finds in use what the forward had found so, the units around this one: checkpointing expects the
+    same tensors to be saved, and a weight that is away would be paged in as one more.
+
     Raises NotResidentError at the end of the outermost where a parameter was changed in place: what is written into a
     gathered copy is lost with it.
     """
+    with ExitStack() as around:
+        if torch._C._current_graph_task_id() != -1:
+            runtime.gradients.watch_backward_end()
+            for index in reversed(unit.ancestors):
+                if not runtime.units[index].active and runtime.units[index].groups:
+                    around.enter_context(_in_use(runtime, runtime.units[index]))
+        around.enter_context(_in_use(runtime, unit))
+        yield
+
+
+@contextmanager
+def _in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
     runtime.check_use()
-    if torch._C._current_graph_task_id() != -1:
-        runtime.gradients.watch_backward_end()
     gathered = runtime.pager.demand(unit)
     lent: list[_Lent] = []
     around = unit.active

@@ -28,7 +28,8 @@ from tierzero.runtime.state import GroupState, SlotState, UnitState
 from tierzero.runtime.stats import Stalls
 from tierzero.runtime.tile_io import TileIO
 from tierzero.sharding.collectives import Collectives
-from tierzero.tiers import Buffer, IoEngine, MemoryPool, TieredStore
+from tierzero.tiers import IoEngine, MemoryPool, TieredStore
+from tierzero.tiers.interrupts import held_back
 
 _WORTH_THREADS = 256 * 1024
 """Elements of a gradient from which on it is added by several threads."""
@@ -137,26 +138,28 @@ class Gradients:
         found = state.buckets.get(group.index)
         if found is None:
             self._settle(group.unit.index)
-            buffer = self._allocate(group)
-            found = new_bucket(group, buffer)
-            state.buckets[group.index] = found
+            while (found := self._new_bucket(group, state)) is None:
+                self._make_room(group)
         return found
 
-    def _allocate(self, group: GroupState) -> Buffer:
-        nbytes = bucket_bytes(group)
-        while True:
-            buffer = self._pool.try_allocate(nbytes)
+    def _new_bucket(self, group: GroupState, state: _UnitArrivals) -> Bucket | None:
+        with held_back():  # or an interrupt would find the buffer with nobody
+            buffer = self._pool.try_allocate(bucket_bytes(group))
             if buffer is not None:
-                return buffer
-            if self._in_flight:
-                self._settle(next(iter(self._in_flight)))
-            elif not self._spill(group.unit):
-                raise BudgetError(
-                    f"tiers.device: {nbytes:,} bytes for the gradients of unit {group.unit.title!r} do not fit in "
-                    f"the {self._pool.capacity:,} "
-                    "bytes for gradients on their way; raise tiers.device or choose smaller units",
-                    nbytes,
-                )
+                state.buckets[group.index] = new_bucket(group, buffer)
+        return state.buckets.get(group.index)
+
+    def _make_room(self, group: GroupState) -> None:
+        if self._in_flight:
+            self._settle(next(iter(self._in_flight)))
+        elif not self._spill(group.unit):
+            nbytes = bucket_bytes(group)
+            raise BudgetError(
+                f"tiers.device: {nbytes:,} bytes for the gradients of unit {group.unit.title!r} do not fit in "
+                f"the {self._pool.capacity:,} "
+                "bytes for gradients on their way; raise tiers.device or choose smaller units",
+                nbytes,
+            )
 
     def _spill(self, wanted: UnitState) -> bool:
         """Puts away what another unit has collected so far; only on one rank, where no other rank must do the same."""
@@ -294,6 +297,8 @@ class Gradients:
             self._drop_collected(dropped)
         for slot in dropped:
             slot.drop_gradient()
+            with torch._C.DisableTorchFunctionSubclass():
+                slot.parameter.grad = None  # there is one where an interrupt came before it was taken
 
     def _drop_collected(self, slots: Sequence[SlotState]) -> None:
         for slot in slots:

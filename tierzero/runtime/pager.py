@@ -30,6 +30,7 @@ from tierzero.runtime.trace import AccessTrace
 from tierzero.runtime.update import Destination, Updater
 from tierzero.sharding.collectives import Collectives
 from tierzero.tiers import Buffer, IoEngine, MemoryPool, Priority
+from tierzero.tiers.interrupts import held_back
 
 
 class Paging(Enum):
@@ -56,6 +57,8 @@ class _Record:
     fetch: Fetch | None = None
     gathered: list[Gathered] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    reserved: list[Buffer] = field(default_factory=list)
+    """Of a fetch that is about to begin; an interrupt may leave them here."""
 
 
 class Pager:
@@ -83,8 +86,8 @@ class Pager:
         self._depth = depth
         self._stalls = stalls
         self._records = [_Record() for _ in units]
-        self._recent: list[int] = []
-        """The last two units demanded: an operation in progress may still read them."""
+        self._demanded = -1
+        """The unit that is being demanded: not to be evicted for what is fetched ahead of the next."""
         self._by_storage: dict[int, Gathered] = {}
         self.trace = AccessTrace()
 
@@ -94,8 +97,7 @@ class Pager:
         """
         if in_order:
             self.trace.access(unit.index, _in_backward())
-        if in_order and self._recent[-1:] != [unit.index]:
-            self._recent = [*self._recent[-1:], unit.index]
+        self._demanded = unit.index
         record = self._records[unit.index]
         if record.state is Paging.AWAY:
             self._start(unit, Priority.DEMAND, required=True)
@@ -163,22 +165,31 @@ class Pager:
         What an inference begins, training may use: the buffers must not become tensors that autograd refuses.
         """
         record = self._records[unit.index]
-        buffers = self._buffers(unit, required)
-        if buffers is None:
-            return False
-        after = self._device.now()
-        fetch = Fetch([], [])
-        with self._engine.whole():
-            record.state, record.fetch = Paging.COMING, fetch
-            try:
-                for group, buffer in zip(unit.groups, buffers, strict=True):
-                    gathered = self._gathered(group, buffer)
-                    fetch.gathered.append(gathered)
-                    fetch.done.append(self._bring(group, gathered, after, priority))
-            except Exception:
-                self._abandon(record, fetch)
-                raise
+        try:
+            if not self._take_buffers(record, unit, required):
+                return False
+            after = self._device.now()
+            with self._engine.whole():
+                self._begin(record, unit, after, priority)
+        finally:
+            if record.reserved:
+                with held_back():
+                    self._give_back(record)
         return True
+
+    def _begin(self, record: _Record, unit: UnitState, after: Event, priority: Priority) -> None:
+        """Hands the reserved buffers over to a fetch."""
+        fetch = record.fetch = Fetch([], [])
+        record.state = Paging.COMING
+        buffers, record.reserved = iter(record.reserved), []
+        try:
+            for group in unit.groups:
+                fetch.gathered.append(self._gathered(group, None if group.in_place else next(buffers)))
+            for gathered in fetch.gathered:
+                fetch.done.append(self._bring(gathered.group, gathered, after, priority))
+        except Exception:
+            self._abandon(record, fetch)
+            raise
 
     def _gathered(self, group: GroupState, buffer: Buffer | None) -> Gathered:
         if buffer is not None:
@@ -249,33 +260,31 @@ class Pager:
 
     # Room.
 
-    def _buffers(self, unit: UnitState, required: bool) -> list[Buffer | None] | None:
-        buffers: list[Buffer | None] = []
-        complete = False
-        try:
-            for group in unit.groups:
-                buffer = None if group.in_place else self._room(group.gathered_bytes(), unit, required)
-                if buffer is None and not group.in_place:
-                    return None
-                buffers.append(buffer)
-            complete = True
-            return buffers
-        finally:
-            for taken in () if complete else buffers:
-                if taken is not None:
-                    self._arena.release(taken)
+    def _take_buffers(self, record: _Record, unit: UnitState, required: bool) -> bool:
+        """Reserves a buffer for each group that needs one; False when there is no room and none is required."""
+        self._give_back(record)
+        for group in unit.groups:
+            if not group.in_place and not self._reserve(record, group.gathered_bytes(), unit, required):
+                return False
+        return True
 
-    def _room(self, nbytes: int, unit: UnitState, required: bool) -> Buffer | None:
+    def _give_back(self, record: _Record) -> None:
+        while record.reserved:
+            self._arena.release(record.reserved.pop())
+
+    def _reserve(self, record: _Record, nbytes: int, unit: UnitState, required: bool) -> bool:
         while True:
-            buffer = self._arena.try_allocate(nbytes)
-            if buffer is not None:
-                return buffer
+            with held_back():  # or an interrupt would find the buffer with nobody
+                buffer = self._arena.try_allocate(nbytes)
+                if buffer is not None:
+                    record.reserved.append(buffer)
+                    return True
             victim = self._victim(unit, required)
             if victim is not None:
                 self._drop(victim)
                 continue
             if not required:
-                return None
+                return False
             if not self._settle_one(unit):
                 used = ", ".join(self.gathered_units()) or "nothing"
                 raise BudgetError(
@@ -292,9 +301,10 @@ class Pager:
             for index, record in enumerate(self._records)
             if record.state is Paging.HERE
             and index != wanted.index
-            and index not in self._recent
+            and index != self._demanded
             and not self._units[index].active
             and any(gathered.buffer is not None for gathered in record.gathered)
+            and not any(gathered.is_lent for gathered in record.gathered)
         ]
         if not candidates:
             return None
@@ -306,7 +316,7 @@ class Pager:
     def _settle_one(self, wanted: UnitState) -> bool:
         """Waits for one fetch in flight of another unit, so that it can be evicted."""
         for unit, record in zip(self._units, self._records, strict=True):
-            if record.state is Paging.COMING and unit is not wanted and unit.index not in self._recent:
+            if record.state is Paging.COMING and unit is not wanted and unit.index != self._demanded:
                 self._finish(unit, record)
                 return True
         return False

@@ -77,14 +77,24 @@ class PendingUpdates:
 
     def _apply(self, groups: Iterable[GroupState]) -> None:
         """Applies pending updates now, without gathering; waits for the updates, not for their write-back."""
-        futures: list[Future[Any]] = []
+        begun: list[GroupState] = []
         with self._engine.whole():
             for group in groups:
                 spec, group.pending = group.pending, None
                 if spec is not None:
-                    futures.append(self._engine.submit(self._updater.bring(group, spec, None, Priority.DEMAND)))
+                    update = self._update_after(group.updating, group, spec, Priority.DEMAND)
+                    # Whoever comes after an interrupt of the wait below still waits for it.
+                    group.updating = self._engine.submit(self._updater.whole_or_failed(update))
+                    begun.append(group)
+        self._settle(begun)
+
+    def _settle(self, groups: Iterable[GroupState]) -> None:
+        busy = [(group, group.updating) for group in groups if group.updating is not None]
         with self._stalls.waiting("optimizer"):
-            _wait_all(futures)
+            _wait_all([updating for _, updating in busy])
+        for group, updating in busy:
+            if group.updating is updating:
+                group.updating = None
 
     # Beside the backward.
 
@@ -103,21 +113,19 @@ class PendingUpdates:
             for group in unit.groups:
                 spec, group.pending = group.pending, None
                 if spec is not None:
-                    update = self._update_after(reduced, group, spec)
+                    update = self._update_after(reduced, group, spec, Priority.WRITE_BACK)
                     group.updating = self._engine.submit(self._updater.whole_or_failed(update))
 
-    async def _update_after(self, reduced: Future[None] | None, group: GroupState, spec: UpdateSpec) -> None:
-        if reduced is not None:
-            await asyncio.wrap_future(reduced)
-        await self._updater.apply(group, spec)
+    async def _update_after(
+        self, before: Future[Any] | None, group: GroupState, spec: UpdateSpec, priority: Priority
+    ) -> None:
+        if before is not None:
+            await asyncio.wrap_future(before)
+        await self._updater.apply(group, spec, priority)
 
     def settle_early(self) -> None:
-        """Waits for updates beside the backward; raises what failed in them."""
-        busy = [group for group in self._groups() if group.updating is not None]
-        with self._stalls.waiting("optimizer"):
-            _wait_all([group.updating for group in busy if group.updating is not None])
-        for group in busy:
-            group.updating = None
+        """Waits for updates that have begun without a gather; raises what failed in them."""
+        self._settle(self._groups())
 
     def spend_confirmed(self) -> None:
         """The gradients that confirmed updates have used may be overwritten."""

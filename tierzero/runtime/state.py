@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
 
 from tierzero.errors import ConfigError, NotResidentError
 from tierzero.optim.formats import StateFormat
@@ -254,6 +256,23 @@ class Gathered:
     group: GroupState
     buffer: Buffer | None
     flat: torch.Tensor
+    _lent: list[StorageWeakRef] = field(default_factory=list)
+
+    def lend(self) -> torch.Tensor:
+        """``flat`` for a reader whose end nobody announces: a node of a backward holds a weight while it unpacks its
+        other tensors, for which checkpointing may run, and page in, any number of units. What is returned, and every
+        view of it, has a storage of its own over the same memory, so that it is known when the last is gone.
+        """
+        if self.buffer is None:
+            return self.flat
+        alias: torch.Tensor = from_dlpack(torch._C._to_dlpack(self.flat))
+        self._lent.append(StorageWeakRef(alias.untyped_storage()))
+        return alias
+
+    @property
+    def is_lent(self) -> bool:
+        self._lent = [storage for storage in self._lent if not storage.expired()]
+        return bool(self._lent)
 
     def parameter_values(self, slot: Slot) -> torch.Tensor:
         return self.flat.narrow(0, slot.offset, slot.numel).view(slot.shape)

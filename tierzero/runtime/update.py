@@ -78,11 +78,9 @@ class Updater:
         work = self._bring_all(group, spec, destination, priority)
         return await (work if spec is None else self.whole_or_failed(work))
 
-    async def apply(self, group: GroupState, spec: UpdateSpec) -> None:
-        """Updates the shard in its home only; unlike `bring` it does not wait for an update beside the backward,
-        which it is.
-        """
-        await self._bring_all(group, spec, None, Priority.WRITE_BACK)
+    async def apply(self, group: GroupState, spec: UpdateSpec, priority: Priority) -> None:
+        """Updates the shard in its home only; unlike `bring` it does not wait for ``group.updating``, which it is."""
+        await self._bring_all(group, spec, None, priority)
 
     async def whole_or_failed(self, update: Coroutine[Any, Any, T]) -> T:
         """Runs an update that nothing can take back: if it fails half-way, tiles of one shard are at different steps.
