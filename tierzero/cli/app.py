@@ -66,6 +66,73 @@ def train(
         run(job)
 
 
+def _size(text: str) -> int:
+    from ..config.rules import parse_size
+
+    found = parse_size(text)
+    if found is None or found < 0:
+        raise typer.BadParameter(f'{text!r} is no size; write bytes, or text such as "16GB" or "512MiB"')
+    return found
+
+
+def _number(text: str) -> int:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 1 <= found < 1e18 or found != int(found):
+        raise typer.BadParameter(f"{text!r} is no number of parameters; write one such as 7e9")
+    return int(found)
+
+
+_SIZE_HELP = "memory per rank that there is, as 80GB; else that of [tiers] in the configuration."
+
+
+@app.command()
+def estimate(
+    config: Annotated[Path | None, typer.Argument(help="Configuration file (TOML).", show_default=False)] = None,
+    params: Annotated[
+        int | None, typer.Option(parser=_number, metavar="NUMBER", help="Instead: any model of so many parameters.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks that the state is divided among.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on, in equal numbers.")] = 1,
+    precision: Annotated[str, typer.Option(help="For --params: bf16, fp16 or fp32.")] = "bf16",
+    device: Annotated[int | None, typer.Option(parser=_size, metavar="SIZE", help=f"Device {_SIZE_HELP}")] = None,
+    host: Annotated[int | None, typer.Option(parser=_size, metavar="SIZE", help=f"Host {_SIZE_HELP}")] = None,
+    nvme: Annotated[int | None, typer.Option(parser=_size, metavar="SIZE", help=f"NVMe {_SIZE_HELP}")] = None,
+    gpu: Annotated[
+        bool | None, typer.Option("--gpu/--cpu", help="Whether devices have memory of their own; else as here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the memory and traffic of every ZeRO stage, with and without offload. Allocates nothing."""
+    with reported():
+        import torch
+
+        from ..config import Config
+        from ..errors import ConfigError
+        from ..planner.estimate import Limits
+        from ..training import estimated
+
+        if (config is None) == (params is None):
+            raise ConfigError("estimate: give either a configuration file or --params")
+        limits, alone = Limits(device, host, nvme), not (torch.cuda.is_available() if gpu is None else gpu)
+        if config is not None:
+            loaded = Config.load(config)
+            report = estimated.estimate_config(loaded, ranks, nodes, limits, alone)
+            recompute = loaded.activations.recompute
+        else:
+            assert params is not None
+            if precision not in ("bf16", "fp16", "fp32"):
+                raise ConfigError(f"estimate: --precision is {precision!r}; use bf16, fp16 or fp32")
+            report = estimated.estimate_parameters(params, precision, ranks, nodes, limits, alone)
+            recompute = None
+        if as_json:
+            print(json.dumps(report.as_json()))
+        else:
+            print("\n".join(estimated.lines(report, recompute)))
+
+
 def main() -> None:
     """Entry point of the ``tierzero`` script."""
     with usage_errors():
