@@ -6,7 +6,16 @@ from tierzero.api import close, full_state_dict, gathered, read_state, shard, st
 from tierzero.checkpoint import load_checkpoint, save_checkpoint
 from tierzero.config import Config
 from tierzero.empty import empty_init
-from tierzero.errors import BudgetError, CheckpointError, ConfigError, NotResidentError, TierError, TierZeroError
+from tierzero.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    NotResidentError,
+    RankLostError,
+    RankMismatchError,
+    TierError,
+    TierZeroError,
+)
 from tierzero.optim.clip import clip_grad_norm_
 from tierzero.optim.optimizer import Adam, AdamW
 from tierzero.optim.scaler import LossScaler
@@ -22,6 +31,8 @@ __all__ = [
     "ConfigError",
     "LossScaler",
     "NotResidentError",
+    "RankLostError",
+    "RankMismatchError",
     "TierError",
     "TierZeroError",
     "__version__",

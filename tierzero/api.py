@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -132,9 +132,15 @@ def read_state(parameter: nn.Parameter, kind: StateKind) -> torch.Tensor:
     must call it.
 
     "master", "m" and "v" are fp32; "gradient" is as accumulated, before clipping. Raises ConfigError for a tensor
-    that is not a sharded parameter and ValueError where there is no such state.
+    that is not a sharded parameter, for another ``kind``, and for a gradient that is not there (none has come since
+    it was last dropped), ValueError for what a frozen parameter does not have.
     """
+    kinds = get_args(StateKind)
+    if kind not in kinds:
+        raise ConfigError(f"read_state: kind is {kind!r}; use one of {', '.join(map(repr, kinds))}")
     slot = _slot(parameter)
+    if kind == "gradient" and slot.group.fmt is not None and not slot.has_grad:
+        raise ConfigError(f"read_state: parameter {slot.name!r} has no gradient now; read it between backward and step")
     runtime = slot.owner
     runtime.require_open()
     runtime.flush_to_read()

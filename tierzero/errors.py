@@ -32,3 +32,11 @@ class NotResidentError(TierZeroError, RuntimeError):
 
 class CheckpointError(TierZeroError, RuntimeError):
     """A checkpoint cannot be written, or what is read is incomplete, damaged or does not fit the model."""
+
+
+class RankMismatchError(TierZeroError, RuntimeError):
+    """Ranks do different things at the same point of the program."""
+
+
+class RankLostError(TierZeroError, RuntimeError):
+    """Another rank has ended, or did not answer in time."""

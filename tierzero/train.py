@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from .training.metrics import Measured, MetricsFile, Record, check_writable, com
 from .training.progress import Progress, Silent, open_progress
 from .training.ranks import Ranks
 from .training.schedule import scheduler_at
-from .training.stopping import StopSignals
+from .training.stopping import Stopped, StopSignals
 from .training.summary import Totals, shown_text, summarise
 
 _SAMPLE_TEMPERATURE = 0.8
@@ -77,6 +78,10 @@ def train(job: Job) -> float | None:
                 model = _build(job.config)
                 run = Run(job, model, device, stop)
             validation = run.whole()
+        except Stopped:
+            if job.ranks.first:
+                print(f"tierzero: {checkpoints.left_behind(job.config)}", file=sys.stderr, flush=True)
+            raise
         except Exception:
             # Another rank that stopped closes its connections: what that breaks here is the stop, not a failure.
             stop.check()
@@ -134,7 +139,9 @@ class Run:
         try:
             extra: dict[str, Any] = tz.load_checkpoint(self.model, self.optimizer, folder)
         except CheckpointError as error:
-            raise ConfigError(f"--resume: {error}") from error
+            older = checkpoints.before(Path(folder))
+            advice = f"; the one before it is --resume {older}" if older is not None else ""
+            raise ConfigError(f"--resume: {error}{advice}") from error
         if not isinstance(extra.get("step"), int):
             raise ConfigError(f"--resume: {folder} does not say at which step it was written; give one of this command")
         if self.scaler is not None and "scaler" in extra:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tierzero.cli.failures import reported
 from tierzero.profiling.adam_bench import measure
 
 SOURCE = Path(__file__).with_name("adam_reference.cpp")
@@ -50,4 +51,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with reported():
+        main()

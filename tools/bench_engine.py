@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tierzero.cli.failures import reported
 from tierzero.config.rules import parse_size
 from tierzero.profiling.engine_bench import measure
 
@@ -31,4 +32,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with reported():
+        main()

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
+from tierzero.cli.failures import reported
 from tierzero.profiling.compare import SIZES, VARIANTS, bound, compare, parse_settings, table
 from tierzero.profiling.systems import Workload
 from tierzero.tiers.drive_rate import mixed_rate
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="configuration for tierzero"
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="configuration for tierzero"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw step times and memory (needs matplotlib)")
@@ -51,6 +52,10 @@ def main() -> None:
     for package, needed in (("deepspeed", "deepspeed-nvme" in options.systems), ("matplotlib", options.plot)):
         if needed and find_spec(package) is None:
             parser.error(f"{package} is not installed here: pip install {package}")
+    if options.nvme is not None and not Path(options.nvme).is_dir():
+        parser.error(f"--nvme {options.nvme}: there is no such folder; create it or name another")
+    if options.steps <= options.warmup:
+        parser.error(f"--steps {options.steps}: must be more than the {options.warmup} of --warmup")
     with tempfile.TemporaryDirectory(dir=options.nvme or ".") as folder:
         work = Workload(
             system="plain", steps=options.steps, warmup=options.warmup, batch=options.batch, seq_len=options.seq_len,
@@ -76,4 +81,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with reported():
+        main()

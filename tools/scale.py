@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from pathlib import Path
 
+from tierzero.cli.failures import reported
 from tierzero.config.rules import parse_size
 from tierzero.profiling.compare import SIZES, VARIANTS, parse_settings
 from tierzero.profiling.memory_cap import enforced_by
@@ -30,13 +32,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="configuration for tierzero"
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="configuration for tierzero"
     )
     options = parser.parse_args()
     cap = parse_size(options.cap)
     if cap is None or cap <= 0:
         parser.error(f'--cap {options.cap}: give a size such as "4GiB"')
     print(f"cap enforced by: {enforced_by()}", file=sys.stderr)
+    if options.nvme is not None and not Path(options.nvme).is_dir():
+        parser.error(f"--nvme {options.nvme}: there is no such folder; create it or name another")
+    if options.steps <= 1:
+        parser.error(f"--steps {options.steps}: must be more than the first one, which is not counted")
     with tempfile.TemporaryDirectory(dir=options.nvme or ".") as folder:
         work = Workload(
             system="tierzero", steps=options.steps, warmup=1, batch=options.batch, seq_len=options.seq_len,
@@ -49,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with reported():
+        main()

@@ -118,6 +118,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"placement": {"params": {"host": 1.5, "nvme": -0.5}}}, ("placement.params", "sums to 1")),
     ({"placement": {"params": "disk"}}, ("placement.params", '"nvme"')),
     ({"placement": {"activations": "host"}}, ("placement.activations", "not available")),
+    ({"tiers": {"nvme": ["/tmp", "/tmp/../tmp"]}}, ("tiers.nvme", "same path twice")),
     ({"sharding": {"stage": 4}}, ("sharding.stage = 4", "0 or 1 or 2 or 3")),
     ({"sharding": {"units": []}}, ("sharding.units", "list of class names")),
     ({"activations": {"recompute": "root"}}, ("activations.recompute", '"sqrt" or a whole number from 1')),

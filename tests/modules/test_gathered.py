@@ -159,3 +159,17 @@ def gathered_on_ranks(rank: int, size: int, nvme: str) -> None:
 
 def test_on_two_ranks(tmp_path: Path, two_ranks: RankPool) -> None:
     two_ranks.run(gathered_on_ranks, str(tmp_path))
+
+
+def test_read_state_refuses_what_is_not_there(tmp_path: Path) -> None:
+    with sharded(Stack(), config(tmp_path), (Block,)) as model:
+        weight = model.first.weight
+        with pytest.raises(tz.ConfigError, match=r"kind is 'momentum'; use one of 'weight', 'master'"):
+            tz.read_state(weight, "momentum")  # type: ignore[arg-type]
+        with pytest.raises(tz.ConfigError, match=r"'first.weight' has no gradient now"):
+            tz.read_state(weight, "gradient")
+        regression(model, 0, 0).backward()
+        assert tz.read_state(weight, "gradient").any()
+        model.zero_grad()
+        with pytest.raises(tz.ConfigError, match="has no gradient now"):
+            tz.read_state(weight, "gradient")

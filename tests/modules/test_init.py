@@ -204,3 +204,23 @@ def test_ranks_start_from_the_same_values(tmp_path: Path, two_ranks: RankPool) -
     with sharded(empty(Stack), config(tmp_path), (Block,)) as model:
         alone = tz.full_state_dict(model)
     assert all(torch.equal(first[name], alone[name]) for name in first)
+
+
+def test_init_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+    def only_norms(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+    def empty() -> nn.Module:
+        with tz.empty_init():
+            return Stack()
+
+    for model, init, message in (
+        (empty(), 3, "init: 3 is a int"),
+        (Stack(), only_norms, "the model has its values already"),
+        (empty(), only_norms, r"parameter 'first.weight' was given no values"),
+    ):
+        with pytest.raises(tz.ConfigError, match=message):
+            tz.shard(model, config(tmp_path), (Block,), init=init)
+    with pytest.raises(tz.ConfigError, match=r"units: 3 is a int"):
+        tz.shard(Stack(), config(tmp_path), [3])  # type: ignore[list-item]

@@ -16,6 +16,7 @@ from tierzero.checkpoint.manifest import FORMAT, MANIFEST, write_json
 from tierzero.cli.failures import exit_code, reported, usage_errors
 from tierzero.config import Config
 from tierzero.errors import BudgetError, CheckpointError, ConfigError, TierError
+from tierzero.training import checkpoints
 from tierzero.training.checkpoints import (
     all_in,
     check_directory,
@@ -367,3 +368,18 @@ def test_memory_figures() -> None:
     block = torch.ones(20 * 2**20, dtype=torch.uint8)
     assert peak_rss_bytes() >= 20 * 2**20
     assert rss_bytes() >= block.numel()
+
+
+def test_the_checkpoint_before_another(tmp_path: Path) -> None:
+    for step in (5, 10, 20):
+        checkpoints.folder_of(tmp_path, step).mkdir()
+    assert checkpoints.before(checkpoints.folder_of(tmp_path, 20)) == checkpoints.folder_of(tmp_path, 10)
+    assert checkpoints.before(checkpoints.folder_of(tmp_path, 5)) is None
+    assert checkpoints.before(tmp_path / "mine") is None
+
+
+def test_a_stopped_run_says_what_it_can_be_gone_on_from(tmp_path: Path) -> None:
+    config = Config.from_dict({"checkpoint": {"dir": str(tmp_path)}})
+    assert "no checkpoint was written" in checkpoints.left_behind(config)
+    checkpoints.folder_of(tmp_path, 5).mkdir()
+    assert "step-00000005; --resume auto" in checkpoints.left_behind(config)

@@ -30,10 +30,11 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
 
     Works with another world size, placement or unit choice than the one saved. Every checksum is verified. Raises
     CheckpointError, naming file and parameter, before anything is changed if the checkpoint is incomplete or does not
-    fit the model; damage found while reading raises it as well (the model is then unusable).
+    fit the model. Damage found while reading raises it as well, and so does then every use of the model, which holds
+    half of it, until another checkpoint has been loaded.
     """
     runtime = runtime_of(model)
-    runtime.require_open()
+    runtime.require_open(whole=False)
     folder = standing_folder(Path(path))
     sources: list[_Source] = []
     together(runtime, folder, "read it", lambda: sources.append(_open_and_check(runtime, optimizer, folder)))
@@ -44,7 +45,10 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
         runtime.zero_grad()
         for unit in runtime.units:
             runtime.pager.forget(unit)
+        # Half a checkpoint on top of another state is neither: nothing goes on from it but another load.
+        runtime.half_loaded = folder
         together(runtime, folder, "read it", lambda: _load_state(runtime, model, reader))
+        runtime.half_loaded = None
     finally:
         reader.close()
     for slot in runtime.slots():
@@ -75,13 +79,11 @@ def _open_and_check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, f
 
 
 def _load_state(runtime: Runtime, model: nn.Module, reader: _Reader) -> None:
-    # Half a checkpoint on top of another state is neither: after a failure or an interrupt nothing goes on from here.
-    with runtime.engine.unbroken("while a checkpoint was being loaded"):
-        for group in runtime.groups():
-            for tile in group.tiles:
-                runtime.engine.run(runtime.updater.whole_or_failed(_load_tile(runtime, group, tile, reader)))
-            group.version += 1
-        _load_buffers(model, reader)
+    for group in runtime.groups():
+        group.version += 1
+        for tile in group.tiles:
+            runtime.engine.run(_load_tile(runtime, group, tile, reader))
+    _load_buffers(model, reader)
 
 
 def _check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Path) -> None:

@@ -111,6 +111,10 @@ class Config(BaseModel):
             said[".".join(where[:2])] = f"--set {assignment}"
         return self._build(given, self._source, self._base, said)
 
+    def given(self) -> dict[str, dict[str, Any]]:
+        """Only what was said, without the defaults."""
+        return copy.deepcopy(self._given)
+
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value in plain types, so that ``Config.from_dict`` of it is the same configuration."""
         found: dict[str, Any] = self.model_dump(by_alias=True, mode="python", exclude_none=True)

@@ -251,7 +251,7 @@ def paths(*, as_text: bool = False, what: str = "path") -> Rule:
         found = [absolute(text, base) for text in texts if text is not None]
         if len(found) != len(texts):
             raise rule.refuse()
-        if len(set(found)) != len(found):
+        if len(set(map(os.path.realpath, found))) != len(found):
             raise rule.refuse("names the same path twice")
         if as_text and not found:
             raise rule.refuse("is empty")

@@ -38,10 +38,10 @@ def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, fl
     device, host = budgets.device_limit, budgets.host_limit
     nvme = budgets.nvme_capacity if budgets.nvme else 0
     if floor.nvme_state > nvme:
+        source = "tiers.nvme_limit allows" if budgets.nvme_limited else "tiers.nvme: the paths' file systems hold"
         raise BudgetError(
-            f"tiers.nvme: {floor.nvme_state:,} bytes of state are placed on nvme, which holds {nvme:,} at most: "
-            "tiers.nvme_limit if that is set, else the drives' size; raise the limit, add drives or ranks, or place "
-            "less there",
+            f"{source} {nvme:,} bytes, {floor.nvme_state - nvme:,} short of the {floor.nvme_state:,} of state that are "
+            "placed on nvme; use larger or more drives, raise the limit, use more ranks, or place less there",
             floor.nvme_state - nvme,
         )
     # Without a GPU and with no budget of its own, the device tier gets no state: its memory is the host's.

@@ -77,6 +77,8 @@ class Budgets:
     """Ranks on this node: the ``host`` that was configured is theirs together."""
     available: int = 1 << 62
     nvme_capacity: int = 1 << 62
+    nvme_limited: bool = False
+    """``nvme_capacity`` is less than the drives would hold, because the user says so."""
 
     @property
     def device_limit(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tierzero.config import Config
 from tierzero.errors import TierZeroError
 from tierzero.profiling.systems import Workload
 
@@ -78,16 +79,9 @@ def environment() -> dict[str, str]:
 
 
 def parse_settings(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """``section.key=JSON`` assignments as sections. Raises TierZeroError for anything else."""
-    config: dict[str, dict[str, Any]] = {}
-    for item in assignments:
-        key, _, value = item.partition("=")
-        section, _, name = key.partition(".")
-        try:
-            config.setdefault(section, {})[name] = json.loads(value)
-        except ValueError:
-            raise TierZeroError(f"--set {item}: expected section.key=JSON") from None
-    return config
+    """``section.key=value`` assignments, as `tierzero train --set` takes them, as sections. Raises ConfigError."""
+    given: dict[str, dict[str, Any]] = Config.from_dict({}).override(assignments).given()
+    return given
 
 
 def as_variant(work: Workload, name: str) -> Workload:

@@ -136,7 +136,7 @@ def _budgets(config: Config, world: World, device: Device) -> Budgets:
         bool(tiers.nvme),
         world.local_size,
         available,
-        _nvme_capacity(config),
+        *_nvme_capacity(config),
     )
 
 
@@ -153,13 +153,14 @@ def _agreed(budgets: Budgets, world: World) -> Budgets:
     )
 
 
-def _nvme_capacity(config: Config) -> int:
-    """Of the whole drives: what is free, and whether a path can be used at all, is seen when the store has opened
-    them, which clears away what killed runs left.
+def _nvme_capacity(config: Config) -> tuple[int, bool]:
+    """Bytes, and whether it is the limit of the configuration. Of the whole drives: what is free, and whether a path
+    can be used at all, is seen when the store has opened them, which clears away what killed runs left.
     """
     paths = [Path(path) for path in config.tiers.nvme]
     size = sum(shutil.disk_usage(path).total for path in paths) if all(path.is_dir() for path in paths) else 1 << 62
-    return size if config.tiers.nvme_limit is None else min(size, config.tiers.nvme_limit)
+    limit = config.tiers.nvme_limit
+    return (size, False) if limit is None or limit > size else (limit, True)
 
 
 def _assemble(

@@ -31,6 +31,13 @@ def check_fillable(model: nn.Module, init: Init) -> None:
     if isinstance(init, str | Path):
         SafetensorsFolder(Path(init)).check(model)
         return
+    if init is not None and not callable(init):
+        raise ConfigError(f"init: {init!r} is a {type(init).__name__}; give a function of a module, or a folder")
+    if init is not None and not empty:
+        raise ConfigError(
+            "init: the model has its values already, and a function is for an empty model; build it under "
+            "tierzero.empty_init(), or leave init out"
+        )
     if init is not None or not empty:
         return
     for name, module in model.named_modules():
@@ -156,6 +163,8 @@ def _materialize(unit: UnitState, init: Init) -> None:
     empty = [slot for slot in unit.all_slots() if slot.parameter.is_meta]
     for slot in empty:
         real = torch.empty(slot.slot.shape, dtype=slot.parameter.dtype)
+        if callable(init) and real.is_floating_point():
+            real.fill_(float("nan"))
         torch.utils.swap_tensors(slot.parameter, nn.Parameter(real, requires_grad=slot.parameter.requires_grad))
     mine = {slot.parameter for slot in empty}
     for module in _children_first(unit.module):
@@ -169,6 +178,12 @@ def _materialize(unit: UnitState, init: Init) -> None:
             assert reset is not None
             reset()
             mine -= own  # a tied weight is initialised once, by the module that it is named after
+    for slot in empty if callable(init) else ():
+        if slot.slot.numel and bool(slot.parameter.detach().isnan().all()):
+            raise ConfigError(
+                f"init: parameter {slot.name!r} was given no values; the function that fills modules must fill each "
+                "module's own parameters"
+            )
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -10,12 +10,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from tierzero.errors import ConfigError
+from tierzero.errors import CheckpointError, ConfigError
 from tierzero.optim.owner import HyperOf
 from tierzero.planner.shape import MemoryPlan
 from tierzero.runtime.access import zero_moments
@@ -96,6 +97,8 @@ class Runtime:
         """What the loss was multiplied with before backward."""
         self.on_step_skipped: Callable[[bool], None] | None = None
         self._closed = False
+        self.half_loaded: Path | None = None
+        """The checkpoint that a load has begun and not ended with."""
         self._step_start = self._step_began = Counters()
         self._between_steps = True
         self.last_step = Counters(step_s=0.0)
@@ -291,9 +294,15 @@ class Runtime:
         device = sum(self.pools[name].peak for name in ("device", "arena", "buckets"))
         return {"device": device, "host": self.pools["host"].peak, "nvme": self.store.bytes_by_tier()[Tier.NVME]}
 
-    def require_open(self) -> None:
+    def require_open(self, whole: bool = True) -> None:
+        """Raises ConfigError after `close`, and CheckpointError where ``whole`` state is needed and half is there."""
         if self._closed:
             raise ConfigError("this model's tiers were closed; shard a new model to go on")
+        if whole and self.half_loaded is not None:
+            raise CheckpointError(
+                f"the model holds half of {self.half_loaded}, which could not be loaded to its end; load another "
+                "checkpoint with tierzero.load_checkpoint, or shard a new model"
+            )
 
     def close(self) -> None:
         """Ends the background work and gives memory and files back. The model cannot be used afterwards."""

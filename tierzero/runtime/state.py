@@ -148,9 +148,9 @@ class SlotState:
         if not self.has_grad:
             return None
         raise NotResidentError(
-            f"the gradient of {self.name!r} is kept in the tiers, not in .grad; use tierzero.clip_grad_norm_(model, "
-            "max_norm) to clip "
-            "and tierzero.read_state(parameter, 'gradient') to read it"
+            f"the gradient of {self.name!r} is kept in the tiers, not in .grad; use tierzero.AdamW or tierzero.Adam to "
+            "train (torch.optim's optimizers cannot), tierzero.clip_grad_norm_(model, max_norm) to clip and "
+            "tierzero.read_state(parameter, 'gradient') to read it"
         )
 
     def discard_gradient(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tierzero.errors import TierZeroError
+from tierzero.errors import RankLostError, RankMismatchError, TierZeroError
 from tierzero.sharding.groups import give_back_groups, take_groups
 
 T = TypeVar("T")
@@ -53,14 +53,6 @@ class CommBytes:
     all_gather: int = 0
     reduce_scatter: int = 0
     all_reduce: int = 0
-
-
-class RankMismatchError(TierZeroError, RuntimeError):
-    """Ranks asked for different units at the same point of the program."""
-
-
-class RankLostError(TierZeroError, RuntimeError):
-    """Another rank has ended, or did not answer in time."""
 
 
 class _Worker:
@@ -134,7 +126,8 @@ def _lost_rank() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankLostError(
-            f"lost contact with another rank, which has ended or hangs; its own message says why ({error})"
+            "lost contact with another rank, which has ended or hangs: its own message says why, if it failed; else it "
+            f"had fewer batches or steps than this one ({error})"
         ) from error
 
 
@@ -199,8 +192,8 @@ class Collectives:
         )
         if min(tags) < 0:
             return (
-                f"ranks do different things at the same time ({asked}); make backward and calls such as "
-                "clip_grad_norm_, step, full_state_dict and save_checkpoint on every rank, in the same order"
+                f"ranks do different things at the same time ({asked}); use the same units, and make backward and "
+                "calls such as clip_grad_norm_, step, full_state_dict and save_checkpoint on every rank, in one order"
             )
         return (
             f"ranks use different units at the same time ({asked}); make every rank run the same units in the same "

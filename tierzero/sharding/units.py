@@ -103,6 +103,9 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
 def _matching(model: nn.Module, choice: Sequence[type[nn.Module] | str]) -> set[str]:
     found: set[str] = set()
     for entry in choice:
+        if not isinstance(entry, str | type):
+            kind = type(entry).__name__
+            raise ConfigError(f"units: {entry!r} is a {kind}; name a class or a pattern of module names")
         hits = {name for name, module in model.named_modules() if name and _matches(name, module, entry)}
         if not hits:
             shown = entry if isinstance(entry, str) else entry.__name__

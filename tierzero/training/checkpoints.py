@@ -32,6 +32,23 @@ def _step_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
+def before(checkpoint: Path) -> Path | None:
+    """The newest checkpoint beside this one that is older."""
+    if not _NAME.fullmatch(checkpoint.name):
+        return None
+    older = [path for path in all_in(checkpoint.parent) if _step_of(path) < _step_of(checkpoint)]
+    return older[-1] if older else None
+
+
+def left_behind(config: Config) -> str:
+    """What a run that was stopped can be gone on from."""
+    directory = config.checkpoint.dir
+    found = all_in(directory) if directory is not None else []
+    if found:
+        return f"the newest checkpoint is {found[-1]}; --resume auto goes on from it"
+    return "no checkpoint was written: set checkpoint.dir and checkpoint.every to be able to go on"
+
+
 def keep_newest(directory: Path, keep: int) -> None:
     """Removes all but the newest ``keep`` checkpoints."""
     for path in all_in(directory)[:-keep]:
@@ -102,6 +119,8 @@ def _newest(directory: Path | None) -> Path | None:
             warnings.warn(f"--resume auto: passing over a damaged checkpoint: {error}", stacklevel=2)
         else:
             return path
+    if not found:
+        warnings.warn(f"--resume auto: no checkpoint in {directory}, starting afresh", stacklevel=2)
     if found:
         raise ConfigError(f"--resume auto: none of the {len(found)} checkpoints in {directory} can be read; move them")
     return None
