@@ -66,11 +66,15 @@ def test_kill_9_in_the_middle_then_a_clean_restart(victims: str, undisturbed: Re
     assert leavings(nvme) == []
 
 
-@pytest.mark.parametrize("what", ["raise", "kill"])
-def test_a_rank_that_fails_ends_the_other(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "stage"), [("raise", 3), ("kill", 3), ("raise", 2), ("kill", 1)])
+def test_a_rank_that_fails_ends_the_other(what: str, stage: int, tmp_path: Path) -> None:
     """No launcher here: the surviving rank itself must notice that its peer is gone, and end with an error."""
     accident = {"rank": 1, "step": 3, "what": what}
-    job = Job(tmp_path / "job", run_of(accident), tmp_path / "nvme")
+    runs = run_of(accident)
+    if stage < 3:
+        placement = {"params": "host", "gradients": "host", "optimizer": "nvme"}
+        runs["run"]["config"] = {"sharding": {"stage": stage}, "placement": placement}
+    job = Job(tmp_path / "job", runs, tmp_path / "nvme")
     with started(job):
         job.wait_for_step(3)
         codes = job.finish(SOON_S)
