@@ -32,12 +32,14 @@ def shard(
     """Moves the model's parameters into the tiers, sharded over the ranks, and returns the same module.
 
     ``units``: classes, class names or name patterns of the modules that are gathered together; None takes
-    ``sharding.units``, and else the repeated blocks. ``mesh``: a one-dimensional device mesh; None is the default
-    process group if there is one, else this process alone. An empty model (`empty_init`) is filled unit by unit:
-    ``init=None`` calls each module's own ``reset_parameters()``, ``init=fn`` calls ``fn(module)`` as
-    ``nn.Module.apply`` would, a path streams a folder of safetensors files. Parameters become ``train.precision``,
-    unless the model mixes dtypes: then each keeps its own. Buffers keep theirs, and so do weights beside running
-    statistics (batch norm). On several ranks, rank 0's values count.
+    ``sharding.units``, and else the repeated blocks. ``mesh``: a device mesh of one dimension, the ranks to shard
+    over, or of two (hybrid sharding): to replicate over, such as nodes, and to shard over, such as the ranks of one.
+    None is the default process group if there is one, else this process alone.
+
+    An empty model (`empty_init`) is filled unit by unit: ``init=None`` calls each module's own ``reset_parameters()``,
+    ``init=fn`` calls ``fn(module)`` as ``nn.Module.apply`` would, a path streams a folder of safetensors files.
+    Parameters become ``train.precision``, unless the model mixes dtypes: then each keeps its own. Buffers keep theirs,
+    and so do weights beside running statistics (batch norm). On several ranks, rank 0's values count.
 
     Raises ConfigError or BudgetError before anything is allocated.
     """

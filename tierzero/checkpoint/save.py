@@ -103,7 +103,8 @@ def _write_rank(runtime: Runtime, model: nn.Module, staging: Path) -> None:
     data = staging / f"{stem}.bin"
     with data.open("wb") as file:
         writer = _Writer(file)
-        if runtime.world.rank == 0 or runtime.groups()[0].layout.parts > 1:
+        divided = runtime.groups()[0].layout.parts > 1 and runtime.world.replica == 0
+        if runtime.world.rank == 0 or divided:
             for group in runtime.groups():
                 for tile in group.tiles:
                     runtime.engine.run(_write_tile(runtime, group, tile, writer))

@@ -41,6 +41,8 @@ def read_full(runtime: Runtime, slot: SlotState, kind: StateKind) -> torch.Tenso
     if runtime.collectives is not None and group.layout.parts > 1:
         # Every element is non-zero on one rank at most; summed as integers, no bit of it can change.
         bits = full.view(_BITS[dtype.itemsize])
+        if runtime.world.replica:
+            bits.zero_()
         wide = bits if dtype.itemsize >= 4 else bits.to(torch.int32)
         bits.copy_(runtime.collectives.small_sum(wide))
     return full.view(slot.slot.shape)

@@ -56,7 +56,7 @@ def build_runtime(
     _check_model(model, init)
     world = _world(mesh)
     device = device or choose_device(world.local_rank)
-    drafted = draft(model, config, units, world.size)
+    drafted = draft(model, config, units, world.shards)
     budgets = _agreed(_budgets(config, world, device), world)
     plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
     machinery = _assemble(plan, config, world, device, drafted, poison)
@@ -96,12 +96,16 @@ def _check_model(model: nn.Module, init: Init) -> None:
 
 
 def _world(mesh: DeviceMesh | None) -> World:
+    replica_ranks: tuple[tuple[int, ...], ...] = ()
     if mesh is not None:
-        if mesh.ndim != 1:
+        if mesh.ndim not in (1, 2):
             raise ConfigError(
-                f"shard: mesh has {mesh.ndim} dimensions; pass a mesh of one dimension, the ranks to shard over"
+                f"shard: mesh has {mesh.ndim} dimensions; pass a mesh of one dimension, the ranks to shard over, or of "
+                "two: to replicate over, and to shard over"
             )
-        group = mesh.get_group()
+        if mesh.ndim == 2:
+            replica_ranks = tuple(tuple(row) for row in mesh.mesh.tolist())
+        group = mesh.get_group() if mesh.ndim == 1 else _all_ranks(mesh)
     elif dist.is_available() and dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
     else:
@@ -113,7 +117,17 @@ def _world(mesh: DeviceMesh | None) -> World:
         return World()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return World(rank, size, local_rank, local_size, dist.get_rank(), group)
+    return World(rank, size, local_rank, local_size, dist.get_rank(), group, replica_ranks)
+
+
+def _all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh of several dimensions."""
+    ranks = mesh.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return dist.distributed_c10d._get_default_group()
+    found = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(found, dist.ProcessGroup)
+    return found
 
 
 def _budgets(config: Config, world: World, device: Device) -> Budgets:
@@ -208,7 +222,7 @@ def _cores(world: World) -> int:
 
 def _declare(drafted: Draft, plan: MemoryPlan, store: TieredStore, world: World, device: Device) -> list[UnitState]:
     units = [UnitState(None, index, spec.name, spec.module, spec.ancestors) for index, spec in enumerate(drafted.specs)]  # type: ignore[arg-type]
-    part = world.rank if drafted.stage.parts(world.size) > 1 else 0
+    part = world.shard if drafted.stage.parts(world.shards) > 1 else 0
     for each, homes, in_place in zip(drafted.groups, plan.homes, plan.in_place, strict=True):
         unit = units[each.unit]
         group = GroupState(unit, len(unit.groups), each.layout, each.fmt, part, each.grad_dtype, device.torch_device)

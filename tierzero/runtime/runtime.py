@@ -176,7 +176,8 @@ class Runtime:
         squares = sum(slot.sum_of_squares * slot.clip_factor**2 for slot in self.slots() if slot.has_grad)
         if self.collectives is not None and self.groups()[0].layout.parts > 1:
             with self.stalls.waiting("gather"):
-                squares = float(self.collectives.small_sum(torch.tensor([squares], dtype=torch.float64))[0])
+                total = self.collectives.small_sum(torch.tensor([squares], dtype=torch.float64))
+                squares = float(total[0]) / self.world.replicas  # which hold the same
         return float(squares**0.5) / self.loss_scale
 
     def with_gradients(self) -> list[SlotState]:

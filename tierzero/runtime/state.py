@@ -138,7 +138,7 @@ class SlotState:
         runtime = self.owner
         if runtime.world.size > 1 and not runtime.in_model_code:
             raise NotResidentError(
-                f"the values of parameter {self.name!r} are sharded over {runtime.world.size} ranks and are read "
+                f"the values of parameter {self.name!r} are sharded over {runtime.world.shards} ranks and are read "
                 "outside the model's forward; "
                 "use `with tierzero.gathered(parameter):` or tierzero.full_state_dict(model), on all ranks"
             )

@@ -33,7 +33,11 @@ _PATIENCE_S = 2.0
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run as this one sees them; ``local_size`` of them share this node."""
+    """The ranks of a run as this one sees them; ``local_size`` of them share this node.
+
+    They divide the model among them, or, in hybrid sharding, are several groups of ``shards`` ranks that each do:
+    ``replica`` numbers the groups, and this rank has the shard number ``shard`` of its own.
+    """
 
     rank: int = 0
     size: int = 1
@@ -42,6 +46,29 @@ class World:
     global_rank: int = 0
     """Among all processes of the job, which may be more than share this model."""
     group: dist.ProcessGroup | None = None
+    replica_ranks: tuple[tuple[int, ...], ...] = ()
+    """Global ranks of each group that divides the model, where there are several."""
+
+    @property
+    def replicas(self) -> int:
+        return max(1, len(self.replica_ranks))
+
+    @property
+    def shards(self) -> int:
+        return self.size // self.replicas
+
+    @property
+    def replica(self) -> int:
+        return next((i for i, ranks in enumerate(self.replica_ranks) if self.global_rank in ranks), 0)
+
+    @property
+    def shard(self) -> int:
+        return self.replica_ranks[self.replica].index(self.global_rank) if self.replica_ranks else self.rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Global ranks that have the same shard, this one among them."""
+        return tuple(ranks[self.shard] for ranks in self.replica_ranks)
 
 
 @dataclass
@@ -156,7 +183,8 @@ class Collectives:
         self._names = unit_names
         assert world.group is not None
         self._host_data = host_compute
-        self._groups = take_groups(world.group, host_compute)
+        own = world.replica_ranks[world.replica] if world.replicas > 1 else ()
+        self._groups = take_groups(world.group, host_compute, own, world.peers)
         self._gather = _Lane(self._groups.gather, self._groups.gather_tags, new_lane())
         self._reduce = _Lane(self._groups.reduce, self._groups.reduce_tags, new_lane())
         self._small = self._groups.small
@@ -212,14 +240,22 @@ class Collectives:
         work.
         """
         self._wait(_reduce_scatter(shard, self._divided_before(whole), self._reduce.data), self._reduce)
+        self._add_replicas(shard)
         self._divided_after(shard)
         self.bytes.reduce_scatter += whole.nbytes
 
     def all_reduce_mean(self, whole: torch.Tensor) -> None:
         """``whole`` becomes the ranks' mean. Call only from reduce work."""
         self._wait(dist.all_reduce(self._divided_before(whole), group=self._reduce.data, async_op=True), self._reduce)
+        self._add_replicas(whole)
         self._divided_after(whole)
         self.bytes.all_reduce += 2 * whole.nbytes
+
+    def _add_replicas(self, gradients: torch.Tensor) -> None:
+        """In hybrid sharding, what the ranks of one group have summed is summed over the groups."""
+        if self._groups.peers is not None:
+            self._wait(dist.all_reduce(gradients, group=self._groups.peers, async_op=True), self._reduce)
+            self.bytes.all_reduce += 2 * gradients.nbytes
 
     # An fp16 sum of scaled gradients would overflow long before their mean does. The other types have the range, and
     # are rounded once less when the sum is divided.
@@ -274,7 +310,7 @@ class Collectives:
         self._end()
         lanes = (self._gather.thread, self._reduce.thread)
         if self._world.group is not None and all(lane.clean for lane in lanes):
-            give_back_groups(self._world.group, self._host_data, self._groups)
+            give_back_groups(self._world.group, self._host_data, self._world.shards, self._groups)
 
 
 def _small_tag(values: torch.Tensor, largest: bool) -> int:

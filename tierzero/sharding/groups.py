@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,7 +15,10 @@ _TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class GroupSet:
-    """The groups of one model at a time. ``tags`` and ``small`` carry host values, whatever the data is."""
+    """The groups of one model at a time. ``tags`` and ``small`` carry host values, whatever the data is, of all ranks;
+    ``gather`` and ``reduce`` are of those that divide the model, and ``peers``, in hybrid sharding, of those that have
+    the same shard.
+    """
 
     serial: int
     gather: dist.ProcessGroup
@@ -22,16 +26,22 @@ class GroupSet:
     reduce: dist.ProcessGroup
     reduce_tags: dist.ProcessGroup
     small: dist.ProcessGroup
+    peers: dist.ProcessGroup | None
 
 
-_Key = tuple[dist.ProcessGroup, bool]
+_Key = tuple[dist.ProcessGroup, bool, int]
 _free: dict[_Key, list[GroupSet]] = {}
 _serials = itertools.count()
 
 
-def take_groups(base: dist.ProcessGroup, host_compute: bool) -> GroupSet:
-    """Groups over the ranks of ``base``; every one of them must call it at the same point of the program."""
-    free = _free.get((base, host_compute), [])
+def take_groups(
+    base: dist.ProcessGroup, host_compute: bool, own: Sequence[int] = (), peers: Sequence[int] = ()
+) -> GroupSet:
+    """Groups over the ranks of ``base``; every one of them must call it at the same point of the program. In hybrid
+    sharding ``own`` are the global ranks that divide the model with this one, ``peers`` those that have its shard.
+    """
+    shards = len(own) or dist.get_world_size(base)
+    free = _free.get((base, host_compute, shards), [])
     offered = free[-1].serial if free else -1
     answers: list[tuple[int, int]] = [(-1, -1)] * dist.get_world_size(base)
     dist.all_gather_object(answers, (offered, next(_serials)), group=base)
@@ -39,28 +49,34 @@ def take_groups(base: dist.ProcessGroup, host_compute: bool) -> GroupSet:
         return free.pop()
     # A rank whose models ended in another order has other groups left: none of those can be trusted to match.
     free.clear()
-    return _make(base, host_compute, max(proposed for _, proposed in answers))
+    return _make(base, host_compute, max(proposed for _, proposed in answers), own, peers)
 
 
-def give_back_groups(base: dist.ProcessGroup, host_compute: bool, groups: GroupSet) -> None:
+def give_back_groups(base: dist.ProcessGroup, host_compute: bool, shards: int, groups: GroupSet) -> None:
     """Keeps groups on which nothing is in flight for the next model. Call it at the same point on every rank."""
     if base in dist.distributed_c10d._world.pg_map:
-        _free.setdefault((base, host_compute), []).append(groups)
+        _free.setdefault((base, host_compute, shards), []).append(groups)
 
 
-def _make(base: dist.ProcessGroup, host_compute: bool, serial: int) -> GroupSet:
+def _make(
+    base: dist.ProcessGroup, host_compute: bool, serial: int, own: Sequence[int], peers: Sequence[int]
+) -> GroupSet:
     ranks = dist.get_process_group_ranks(base)
     data = "gloo" if host_compute else None
     timeout = _timeout_of(base)
-    everyone = len(ranks) == dist.get_world_size()
 
-    def new(backend: str | None) -> dist.ProcessGroup:
+    def new(backend: str | None, members: Sequence[int] = ranks) -> dist.ProcessGroup:
         # Among a part of the processes only those take part: the others may shard other models, or none.
-        group = dist.new_group(ranks=ranks, backend=backend, timeout=timeout, use_local_synchronization=not everyone)
+        everyone = len(members) == dist.get_world_size()
+        group = dist.new_group(
+            ranks=list(members), backend=backend, timeout=timeout, use_local_synchronization=not everyone
+        )
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    return GroupSet(serial, new(data), new("gloo"), new(data), new("gloo"), new("gloo"))
+    own = own or ranks
+    peer_group = new(data, peers) if peers else None
+    return GroupSet(serial, new(data, own), new("gloo"), new(data, own), new("gloo"), new("gloo"), peer_group)
 
 
 def _timeout_of(base: dist.ProcessGroup) -> timedelta:
