@@ -71,6 +71,7 @@ def test_two_hosts_train_as_one(hosts: list[Host], tmp_path: Path) -> None:
         launch = [
             *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
             *("--rdzv-id", "two-hosts", "--rdzv-endpoint", f"{hosts[0].address}:29571", "--local-addr", host.address),
+            *("--rdzv-conf", f"is_host={index == 0}"),  # both have this machine's name
             *("-m", "tests.support.rank_job", str(path)),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": host.link}
