@@ -150,6 +150,7 @@ def draw(rows: Sequence[StageRow], ranks: int, path: Path) -> None:
     memory.legend(frameon=False)
     for axis in (memory, traffic):
         axis.spines[["top", "right"]].set_visible(False)
+        axis.set_ylim(0, 1.1 * max(bottom if axis is memory else [3.0, *(row.measured_volume for row in rows)]))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
