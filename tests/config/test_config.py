@@ -119,6 +119,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"placement": {"params": "disk"}}, ("placement.params", '"nvme"')),
     ({"placement": {"activations": "host"}}, ("placement.activations", "not available")),
     ({"tiers": {"nvme": ["/tmp", "/tmp/../tmp"]}}, ("tiers.nvme", "same path twice")),
+    ({"sharding": {"reshard_after_forward": "yes"}}, ("reshard_after_forward", "true or false or a list")),
     ({"sharding": {"stage": 4}}, ("sharding.stage = 4", "0 or 1 or 2 or 3")),
     ({"sharding": {"units": []}}, ("sharding.units", "list of class names")),
     ({"activations": {"recompute": "root"}}, ("activations.recompute", '"sqrt" or a whole number from 1')),

@@ -145,3 +145,27 @@ def test_what_is_kept_whole_cannot_be_offloaded(
         for message in ranks.run(refused, str(tmp_path), stage, {kind: place}):
             assert message.startswith(f"placement.{kind}: sharding.stage = {stage} keeps all {kind}")
             assert advice in message
+
+
+def kept_figures(rank: int, size: int, nvme: str, reshard: bool | list[str]) -> dict[str, Any]:
+    sharding = {"stage": 3, "reshard_after_forward": reshard}
+    return train(rank, size, settings(Path(nvme), 3, "bf16", sharding=sharding))
+
+
+def test_units_kept_gathered_are_gathered_once(ranks: RankPool, tmp_path: Path) -> None:
+    if ranks.size == 1:
+        pytest.skip("nothing is gathered")
+    blocks = sum(parameter.numel() for parameter in model().blocks.parameters())
+    share = blocks / sum(parameter.numel() for parameter in model().parameters())
+    wanted = ranks.run(kept_figures, str(tmp_path), True)
+    for reshard, gathers in ((False, 1.0), (["blocks.*"], 2 - share), (["blocks.0", "blocks.1"], 2 - 0.2 * share)):
+        for found, plain in zip(ranks.run(kept_figures, str(tmp_path), reshard), wanted, strict=True):
+            moved = found["comm_bytes"]["all_gather"] / (2 * found["parameters"])
+            assert gathers - 0.3 * (gathers > 1) <= moved <= gathers * PADDING
+            assert found["losses"] == plain["losses"]
+
+
+def test_a_unit_to_keep_that_is_none_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, 3, "bf16", sharding={"reshard_after_forward": ["block"]})
+    with pytest.raises(tz.ConfigError, match=r"reshard_after_forward: no unit is named 'block'; there are \(root\)"):
+        tz.shard(model(), config)

@@ -289,6 +289,19 @@ def names() -> Rule:
     return _rule('"auto" or a list of class names or name patterns', parse)
 
 
+def listed_names() -> Rule:
+    """A list of names."""
+    inner = names()
+
+    def parse(rule: Rule, value: Any, base: Path) -> list[str]:
+        found = inner.parse(value, base) if isinstance(value, (list, tuple)) else None
+        if found is None:
+            raise rule.refuse()
+        return list(found)
+
+    return _rule("a list of class names or name patterns", parse)
+
+
 def placement(tiers: Sequence[str] = TIERS) -> Rule:
     """A tier's name, "auto", or a split over tiers; a split is kept as fractions that sum to 1."""
     listed = ", ".join(f'"{tier}"' for tier in tiers)

@@ -8,7 +8,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .rules import choice, either, flag, names, or_auto, path, paths, placement, real, real_pair, size, whole, wholes
+from .rules import (
+    choice,
+    either,
+    flag,
+    listed_names,
+    names,
+    or_auto,
+    path,
+    paths,
+    placement,
+    real,
+    real_pair,
+    size,
+    whole,
+    wholes,
+)
 
 MIB = 2**20
 Placement = Literal["auto"] | dict[str, float]
@@ -154,8 +169,10 @@ class ShardingSection(Section):
     units: Annotated[list[str] | None, names()] = key(
         None, 'Modules gathered together, by class name or by pattern of module names. "auto": the repeated blocks.'
     )
-    reshard_after_forward: Annotated[bool, flag()] = key(
-        True, "Free a unit's gathered weights after its forward and gather them again for its backward."
+    reshard_after_forward: Annotated[bool | list[str], either(flag(), listed_names())] = key(
+        True,
+        "true: free a unit's gathered weights after its forward and gather them again for its backward. false: keep "
+        "all units gathered until the update. A list: keep the units that it names.",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tierzero.planner.shape import Budgets, GroupShape, ModelShape, TileHomes
 from tierzero.tiers import Tier, page_round
@@ -21,13 +21,13 @@ def gathered_bytes(shape: ModelShape, in_place: Sequence[bool] | None = None) ->
     return sizes
 
 
-def arena_bytes(shape: ModelShape, prefetch: int, keep: bool, in_place: Sequence[bool] | None = None) -> int:
-    """Room for the unit in use with its ancestors, the one used before it, and ``prefetch`` more, wherever in the
-    model that is.
+def arena_bytes(shape: ModelShape, prefetch: int, kept: Collection[int], in_place: Sequence[bool] | None = None) -> int:
+    """Room for the ``kept`` units, and for the unit in use with its ancestors, the one used before it, and
+    ``prefetch`` more, wherever in the model that is.
     """
     sizes = gathered_bytes(shape, in_place)
-    if keep:
-        return sum(sizes)
+    always = sum(sizes[unit] for unit in kept)
+    sizes = [0 if unit in kept else size for unit, size in enumerate(sizes)]
     window = prefetch + 2
     most = 0
     for start in range(len(sizes)):
@@ -40,7 +40,7 @@ def arena_bytes(shape: ModelShape, prefetch: int, keep: bool, in_place: Sequence
     around = {above for ancestors in shape.ancestors for above in ancestors}
     inner = sorted(set(range(len(sizes))) - around, key=lambda unit: sizes[unit])
     held = around | set(inner[-2:])
-    return min(sum(sizes), max(most, sum(sizes[unit] for unit in edge), sum(sizes[unit] for unit in held)))
+    return always + min(sum(sizes), max(most, sum(sizes[unit] for unit in edge), sum(sizes[unit] for unit in held)))
 
 
 def _gradient_sizes(shape: ModelShape) -> list[int]:

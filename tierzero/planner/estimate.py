@@ -86,7 +86,8 @@ class Job:
     micro_steps: int = 1
     activations: int | None = None
     units_known: bool = True
-    keep_gathered: bool = False
+    kept: frozenset[int] = frozenset()
+    """Units that stay gathered from the forward to the update."""
     segment: int = 0
     tile: int | None = None
     prefetch: int | None = None
@@ -130,7 +131,7 @@ def _estimate(job: Job, stage: Stage, offload: str, limits: Limits) -> Estimate:
         **{kind: {tier: 1.0} for kind, tier in placed.items()},
         tile=job.tile,
         prefetch=job.prefetch,
-        keep_gathered=job.keep_gathered,
+        kept=job.kept,
         reduced=job.ranks > 1,
         stage=stage,
         segment=job.segment,
@@ -175,5 +176,6 @@ def _volume(job: Job, shape: ModelShape, stage: Stage) -> dict[str, int]:
     if "params" not in stage.sharded:
         volume["all_gather"] = trained
     else:
-        volume["all_gather"] = weights if job.keep_gathered else 2 * weights * job.micro_steps
+        kept = sum(g.weight_bytes(g.layout.numel) for g in shape.groups if g.unit in job.kept)
+        volume["all_gather"] = kept + 2 * (weights - kept) * job.micro_steps
     return volume

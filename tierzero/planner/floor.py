@@ -25,7 +25,7 @@ def floor_plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: 
         device_state=fixed[Tier.DEVICE],
         host_state=fixed[Tier.HOST],
         nvme_state=fixed[Tier.NVME],
-        arena=0 if all(in_place) else arena_bytes(shape, prefetch, request.keep_gathered, in_place),
+        arena=0 if all(in_place) else arena_bytes(shape, prefetch, request.kept, in_place),
         buckets=bucket_bytes(shape) if request.reduced or not budgets.device_is_host else 0,
         staging=FEWEST_STAGING_TILES * staging_tile,
         staging_tile=staging_tile,

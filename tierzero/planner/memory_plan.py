@@ -119,8 +119,8 @@ def _prefetch_depths(request: PlanRequest) -> list[int]:
 
 def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, prefetch: int) -> MemoryPlan:
     buckets = bucket_bytes(shape)
-    kept = tuple("params" in group.whole for group in shape.groups)
-    arena = arena_bytes(shape, prefetch, request.keep_gathered, kept)
+    whole = tuple("params" in group.whole for group in shape.groups)
+    arena = arena_bytes(shape, prefetch, request.kept, whole)
     staging_tile = staging_tile_bytes(shape, tile)
     # On a CPU the gathered units come out of the same memory as the host tier.
     shared = arena + buckets if budgets.device_is_host and budgets.host is None else 0
@@ -132,15 +132,15 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
     homes = place(shape, request, budgets, tile, room)
     in_place = tuple(is_in_place(group, tiles, budgets) for group, tiles in zip(shape.groups, homes, strict=True))
     totals = totals_by_tier(shape, homes, tile)
-    arena = 0 if all(in_place) else arena_bytes(shape, prefetch, request.keep_gathered, in_place)
+    arena = 0 if all(in_place) else arena_bytes(shape, prefetch, request.kept, in_place)
     staged = totals[Tier.NVME] > 0 or not budgets.device_is_host
     if not request.reduced and budgets.device_is_host and not any(map(needs_buckets, shape.groups, homes)):
         buckets = 0
     most = staging_bytes(budgets, totals[Tier.HOST], staging_tile, tile_count(homes)) if staged else 0
     left = budgets.device_limit - totals[Tier.DEVICE] - arena - buckets
-    if arena and request.segment > 1 and not request.keep_gathered:
+    if arena and request.segment > 1:
         spare = min(left, budgets.available - budgets.device_limit + left - totals[Tier.HOST] - most)
-        wanted = arena_bytes(shape, request.segment + max(prefetch, 1) - 2, False, in_place)
+        wanted = arena_bytes(shape, request.segment + max(prefetch, 1) - 2, request.kept, in_place)
         more = max(0, min(wanted - arena, spare if budgets.device_is_host else left))
         arena, left = arena + more, left - more
     limit = max(buckets, min(left + buckets, all_gradient_bytes(shape))) if buckets else 0

@@ -102,7 +102,8 @@ class PlanRequest:
     gradients: Split
     tile: int | None = None
     prefetch: int | None = None
-    keep_gathered: bool = False
+    kept: frozenset[int] = frozenset()
+    """Units that stay gathered from the forward to the update."""
     reduced: bool = False
     """Gradients are reduced over several ranks, and so pass through buckets."""
     stage: Stage = STAGES[3]

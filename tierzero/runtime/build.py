@@ -209,7 +209,9 @@ def _assemble(
         else None
     )
     input_dtype = drafted.convert if drafted.convert is not torch.float32 else None
-    return Machinery(world, device, plan, engine, store, pools, collectives, config.optimizer.overlap, input_dtype)
+    return Machinery(
+        world, device, plan, engine, store, pools, collectives, config.optimizer.overlap, input_dtype, drafted.kept
+    )
 
 
 def _cores(world: World) -> int:

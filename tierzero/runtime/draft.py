@@ -9,11 +9,12 @@ from torch import nn
 
 from tierzero.activations.segments import segment_length
 from tierzero.config import Config
+from tierzero.errors import ConfigError
 from tierzero.optim.formats import StateFormat, state_format
 from tierzero.planner.shape import GroupShape, ModelShape, PlanRequest
 from tierzero.sharding.layout import FlatLayout, flat_layout
 from tierzero.sharding.stages import STAGES, Stage
-from tierzero.sharding.units import UnitChoice, UnitSpec, find_units
+from tierzero.sharding.units import UnitChoice, UnitSpec, find_units, matches
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -39,6 +40,8 @@ class Draft:
     stage: Stage
     blocks: tuple[int, ...]
     """Units that are worth recomputing, see `is_block`."""
+    kept: frozenset[int]
+    """Units that stay gathered from the forward to the update."""
 
     def shape(self) -> ModelShape:
         return ModelShape(
@@ -58,7 +61,7 @@ class Draft:
             placement.gradients,
             tiers.tile,
             tiers.prefetch,
-            keep_gathered=not config.sharding.reshard_after_forward,
+            kept=self.kept,
             reduced=ranks > 1,
             stage=self.stage,
             segment=segment_length(config.activations.recompute, len(self.blocks)),
@@ -71,7 +74,22 @@ def draft(model: nn.Module, config: Config, units: UnitChoice, ranks: int) -> Dr
     stage = STAGES[config.sharding.stage]
     convert = _conversion(model, config)
     groups = _draft_groups(specs, convert, config, stage.parts(ranks))
-    return Draft(specs, groups, convert, stage, tuple(i for i, spec in enumerate(specs) if is_block(spec)))
+    blocks = tuple(index for index, spec in enumerate(specs) if is_block(spec))
+    return Draft(specs, groups, convert, stage, blocks, kept_units(specs, config.sharding.reshard_after_forward))
+
+
+def kept_units(specs: list[UnitSpec], reshard: bool | list[str]) -> frozenset[int]:
+    """Raises ConfigError for a name that no unit has."""
+    if isinstance(reshard, bool):
+        return frozenset() if reshard else frozenset(range(len(specs)))
+    found: set[int] = set()
+    for entry in reshard:
+        hits = {index for index, spec in enumerate(specs) if matches(spec.title, spec.module, entry)}
+        if not hits:
+            units = ", ".join(spec.title for spec in specs[:8])
+            raise ConfigError(f"sharding.reshard_after_forward: no unit is named {entry!r}; there are {units}")
+        found |= hits
+    return frozenset(found)
 
 
 def is_block(spec: UnitSpec) -> bool:

@@ -15,7 +15,7 @@ HERE       the pager owns them; forward, backward handles and copies read them w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -75,7 +75,9 @@ class Pager:
         depth: int,
         stalls: Stalls,
         reads_ahead: bool = False,
+        kept: Collection[int] = (),
     ) -> None:
+        self._kept = kept
         self._reads_ahead = reads_ahead
         self._units = units
         self._arena = arena
@@ -302,6 +304,7 @@ class Pager:
             if record.state is Paging.HERE
             and index != wanted.index
             and index != self._demanded
+            and index not in self._kept
             and not self._units[index].active
             and any(gathered.buffer is not None for gathered in record.gathered)
             and not any(gathered.is_lent for gathered in record.gathered)

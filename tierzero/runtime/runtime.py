@@ -49,6 +49,8 @@ class Machinery:
     collectives: Collectives | None
     overlap: Overlap
     input_dtype: torch.dtype | None
+    kept: frozenset[int] = frozenset()
+    """Units that stay gathered from the forward to the update."""
 
 
 class Runtime:
@@ -75,6 +77,7 @@ class Runtime:
             parts.plan.prefetch,
             self.stalls,
             reads_ahead=parts.overlap != "backward",
+            kept=parts.kept,
         )
         self.gradients = Gradients(
             units,

@@ -106,7 +106,7 @@ def _matching(model: nn.Module, choice: Sequence[type[nn.Module] | str]) -> set[
         if not isinstance(entry, str | type):
             kind = type(entry).__name__
             raise ConfigError(f"units: {entry!r} is a {kind}; name a class or a pattern of module names")
-        hits = {name for name, module in model.named_modules() if name and _matches(name, module, entry)}
+        hits = {name for name, module in model.named_modules() if name and matches(name, module, entry)}
         if not hits:
             shown = entry if isinstance(entry, str) else entry.__name__
             raise ConfigError(
@@ -116,7 +116,7 @@ def _matching(model: nn.Module, choice: Sequence[type[nn.Module] | str]) -> set[
     return found
 
 
-def _matches(name: str, module: nn.Module, entry: type[nn.Module] | str) -> bool:
+def matches(name: str, module: nn.Module, entry: type[nn.Module] | str) -> bool:
     if isinstance(entry, str):
         return type(module).__name__ == entry or fnmatch.fnmatchcase(name, entry)
     return isinstance(module, entry)

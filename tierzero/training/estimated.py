@@ -72,7 +72,7 @@ def estimate_config(config: Config, ranks: int, nodes: int, limits: Limits, devi
         ranks,
         micro_steps,
         activations.peak(recompute),
-        keep_gathered=not config.sharding.reshard_after_forward,
+        kept=draft(model, config, units, ranks).kept,
         segment=segment_length(recompute, config.model.layers),
         tile=config.tiers.tile,
         prefetch=config.tiers.prefetch,
