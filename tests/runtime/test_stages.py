@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def figures(rank: int, size: int, nvme: str, stage: int, precision: str) -> dict
     return train(rank, size, settings(Path(nvme), stage, precision))
 
 
+Figures = Callable[[int, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    """What every rank counted in a run at a stage, by stage and precision; each is run once."""
+    nvme = tmp_path_factory.mktemp("nvme")
+    return functools.cache(lambda stage, precision: ranks.run(figures, str(nvme), stage, precision))
+
+
 def per_parameter(precision: str, stage: int, ranks: int) -> dict[str, float]:
     """Bytes per parameter and rank: the formulas of docs/zero.md, from ZeRO's paper. The split master of bf16 needs no
     second copy of the weights.
@@ -79,14 +90,14 @@ def per_parameter(precision: str, stage: int, ranks: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_persistent_bytes_are_the_formulas(stage: int, precision: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_persistent_bytes_are_the_formulas(stage: int, precision: str, ranks: RankPool, found: Figures) -> None:
     wanted = per_parameter(precision, stage, ranks.size)
-    for found in ranks.run(figures, str(tmp_path), stage, precision):
+    for own in found(stage, precision):
         for kind, size in wanted.items():
-            held = sum(found["placement"][kind].values())
-            assert size * found["parameters"] <= held <= PADDING * size * found["parameters"], (kind, size)
+            held = sum(own["placement"][kind].values())
+            assert size * own["parameters"] <= held <= PADDING * size * own["parameters"], (kind, size)
         total = sum(wanted.values())
-        assert total * found["parameters"] <= found["state_bytes"] <= 1.25 * total * found["parameters"]
+        assert total * own["parameters"] <= own["state_bytes"] <= 1.25 * total * own["parameters"]
 
 
 def test_the_formulas_are_the_papers() -> None:
@@ -100,10 +111,10 @@ def test_the_formulas_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_collective_volume_is_the_formulas(stage: int, ranks: RankPool, tmp_path: Path) -> None:
+def test_collective_volume_is_the_formulas(stage: int, ranks: RankPool, found: Figures) -> None:
     """Weights and gradients of 2 bytes. At stage 3 the forward's last units are still there for the backward."""
-    for found in ranks.run(figures, str(tmp_path), stage, "bf16"):
-        moved = {name: nbytes / (2 * found["parameters"]) for name, nbytes in found["comm_bytes"].items()}
+    for own in found(stage, "bf16"):
+        moved = {name: nbytes / (2 * own["parameters"]) for name, nbytes in own["comm_bytes"].items()}
         if ranks.size == 1:
             assert moved == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
         elif stage == 0:
@@ -117,9 +128,9 @@ def test_collective_volume_is_the_formulas(stage: int, ranks: RankPool, tmp_path
             assert gathers - kept <= moved["all_gather"] <= gathers * PADDING
 
 
-def test_all_stages_train_alike(ranks: RankPool, tmp_path: Path) -> None:
+def test_all_stages_train_alike(ranks: RankPool, found: Figures) -> None:
     """An all-reduce of more than two ranks adds in another order than a reduce-scatter."""
-    curves = [[one["losses"] for one in ranks.run(figures, str(tmp_path), stage, "fp32")] for stage in range(4)]
+    curves = [[own["losses"] for own in found(stage, "fp32")] for stage in range(4)]
     assert curves[1] == curves[2] == curves[3]
     for zero, three in zip(curves[0], curves[3], strict=True):
         assert zero == (pytest.approx(three, rel=1e-6) if ranks.size > 2 else three)
