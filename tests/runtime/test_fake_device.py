@@ -165,7 +165,6 @@ def test_a_buffer_given_back_too_early_is_noticed(
     "placement",
     [
         PLACEMENTS["nvme"],
-        PLACEMENTS["device-gradients"],
         PLACEMENTS["split-state"],
         {"params": {"device": 0.5, "host": 0.5}, "optimizer": "host"},
     ],
