@@ -230,7 +230,7 @@ def test_an_input_changed_before_the_backward_is_an_error() -> None:
     x = torch.randn(ROWS, DIM)
     y = Segments(2).run(0, Heavy(), x)
     x.zero_()
-    with pytest.raises(RuntimeError, match="changed in place between its forward and its backward"):
+    with pytest.raises(RuntimeError, match="an input of a unit was changed in place"):
         y.sum().backward()
 
 
@@ -300,3 +300,76 @@ def test_nothing_is_held_after_the_backward() -> None:
         stack(torch.randn(ROWS, DIM)).sum().backward()
         stack.zero_grad()
         assert live.nbytes() <= 100
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(torch.tanh(self.inner(x.clone())))
+
+
+def test_units_that_change_their_input_are_right_or_refused() -> None:
+    """Inside a segment the input is computed again; at its start it is all that there is."""
+
+    def run(length: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        units, segments = [Heavy().eval(), ChangesItsInput(), ChangesItsInput()], Segments(max(1, length))
+        x = torch.randn(ROWS, DIM, requires_grad=True)
+        y = x
+        for position, unit in enumerate(units):
+            y = segments.run(position, unit, y) if length else unit(y)
+        y.sum().backward()
+        return [x.grad, *[parameter.grad for unit in units for parameter in unit.parameters()]]
+
+    assert_same(run(3), run(0))
+    for length in (1, 2):
+        with pytest.raises(RuntimeError, match=r"an input of a unit was changed in place.*inplace=False"):
+            run(length)
+
+
+class InnerBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.inner(x)).square()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return x + y + slope
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_units_that_run_a_backward_of_their_own(length: int) -> None:
+    def run(length: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        units, segments = [InnerBackward() for _ in range(4)], Segments(max(1, length))
+        x = torch.randn(ROWS, DIM, requires_grad=True)
+        y = x
+        for position, unit in enumerate(units):
+            y = segments.run(position, unit, y) if length else unit(y)
+        y.sum().backward()
+        return [x.grad, *[parameter.grad for unit in units for parameter in unit.parameters()]]
+
+    assert_same(run(length), run(0))
+
+
+def derived(stack: Stack, x: torch.Tensor) -> torch.Tensor:
+    for position in range(len(stack.units)):
+        x = stack.call(position, x, torch.sigmoid(x.mean(0)))
+    return x
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_forward_without_backward_leaves_nothing(length: int) -> None:
+    """Also where a unit gets what was computed from another unit of its segment."""
+    stack = Stack(6, length, derived)
+    with Live(stack) as live:
+        for _ in range(3):
+            stack(torch.randn(ROWS, DIM))
+        torch.manual_seed(0)
+        stack(torch.randn(ROWS, DIM)).sum().backward(retain_graph=True)
+        stack.zero_grad()
+    assert live.nbytes() <= 20_000  # the generators' states that the last tail holds

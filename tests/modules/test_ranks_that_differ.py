@@ -18,7 +18,7 @@ from tierzero.sharding.collectives import RankMismatchError, World
 
 from ..support.oracle import Case, assert_close, config, hyper, sharded, train_plain, train_sharded
 from ..support.rank_pool import RankPool
-from ..support.zoo import Block, Mixture, Routed, Stack, regression, vectors
+from ..support.zoo import DIM, Block, Mixture, Routed, Stack, regression, vectors
 
 
 class Towers(Stack):
@@ -281,3 +281,46 @@ def agreed_budgets(rank: int, size: int) -> tuple[int, int]:
 def test_ranks_plan_with_what_the_scarcest_has(two_ranks: RankPool) -> None:
     """Plans that differ would gather in different orders."""
     assert two_ranks.run(agreed_budgets) == [(999, 2000), (999, 2000)]
+
+
+class PartlyFrozen(nn.Module):
+    """Its trainable gradients are complete before its frozen weight is read for the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(DIM, DIM, bias=False).requires_grad_(False)
+        self.trained, self.extra = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        y = torch.tanh(self.trained(torch.tanh(self.frozen(x))))
+        return x + (torch.tanh(self.extra(y)) if extra else y)
+
+
+class PartlyFrozenStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(PartlyFrozen() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, extra)
+        return x
+
+
+def partly_frozen_as_rank(rank: int, size: int, nvme: str) -> None:
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        x = vectors(step, rank)
+        return F.mse_loss(model(x, rank == 0 or step % 2 == 0), torch.sin(x))
+
+    case = Case(PartlyFrozenStack, loss, (PartlyFrozen,), steps=6, eps=1e-6)
+    wanted = train_plain(case, size)
+    for stage in (1, 2, 3):
+        sections = {"sharding": {"stage": stage}, "optimizer": {"overlap": "backward"}}
+        settings = config(Path(nvme), "host", train={"precision": "fp32", "grad_clip": 0}, **sections)
+        assert_close(train_sharded(case, settings, rank, size), wanted, tolerance=5e-5)
+
+
+def test_partly_frozen_units_with_updates_in_the_backward(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(partly_frozen_as_rank, str(tmp_path))

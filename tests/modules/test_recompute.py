@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import tierzero as tz
@@ -277,3 +278,71 @@ def test_a_recomputed_unit_finds_the_units_around_it_in_use(
         return train_sharded(Case(lambda: Around(mode), square, (Sharer,), steps=4), config(tmp_path, tier, **sections))
 
     assert_bits(trained(mode, activations={"recompute": recompute}), trained("none"))
+
+
+class Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation, self.layer = nn.ReLU(inplace=True), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.activation(x))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Activated() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["unit", 2])
+def test_a_block_that_changes_its_input_is_refused(recompute: str | int, tmp_path: Path) -> None:
+    """Its gradients might be wrong, and nobody would know."""
+    model = tz.shard(InPlace(), config(tmp_path, activations={"recompute": recompute}), units=(Activated,))
+    try:
+        with pytest.raises(RuntimeError, match="an input of a unit was changed in place"):
+            model(torch.randn(4, DIM))
+    finally:
+        tz.close(model)
+
+
+class SavesItsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Saving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SavesItsOutput() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["none", "unit", 2])
+def test_a_forward_without_backward_is_forgotten(recompute: str | int, tmp_path: Path) -> None:
+    """A saved output (tanh's) must not keep its own graph."""
+
+    model = tz.shard(Saving(), config(tmp_path, activations={"recompute": recompute}), units=(SavesItsOutput,))
+    try:
+        for _ in range(3):
+            y = model(torch.randn(64, DIM))
+            storage = StorageWeakRef(y.untyped_storage())
+            del y
+            assert storage.expired()
+    finally:
+        tz.close(model)

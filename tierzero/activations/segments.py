@@ -55,8 +55,8 @@ class Segments:
             begun, found = tail.segment(), tail.links(leaves)
             if begun is not None and found:
                 segment, links = begun, found
-        kept = [None if index in links else leaf for index, leaf in enumerate(leaves)]
-        call = _Call(unit, kept, spec, links, [_version(leaf) for leaf in kept], _Surroundings.now(leaves))
+        kept = [None if index in links else _without_graph(leaf) for index, leaf in enumerate(leaves)]
+        call = _Call(unit, kept, spec, links, [version_of(leaf) for leaf in kept], _Surroundings.now(leaves))
         output = segment.run(call, args, kwargs)
         self._tail = _Tail(position, weakref.ref(segment), [_Output.of(leaf) for leaf in tree_flatten(output)[0]])
         return output
@@ -71,7 +71,7 @@ class _Output:
 
     @classmethod
     def of(cls, leaf: Any) -> _Output:
-        return cls(weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None, _version(leaf))
+        return cls(weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None, version_of(leaf))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Tail:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) in known:
                 output, version = known[id(leaf)]
-                if _version(leaf) == version:
+                if version_of(leaf) == version:
                     found[index] = output
         return found
 
@@ -149,9 +149,41 @@ class _Call:
     surroundings: _Surroundings
 
 
-def _version(leaf: Any) -> int:
+def version_of(leaf: Any) -> int:
     """How often a tensor was changed in place; the same number always for what does not count."""
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else -1
+
+
+def _without_graph(leaf: Any) -> Any:
+    """The same values and count of changes. What a segment keeps must not lead, by its graph, back to the segment."""
+    if type(leaf) is not torch.Tensor or leaf.grad_fn is None:
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad)
+
+
+class _AsComputed(torch.autograd.Function):
+    """The same memory as something that was computed: a unit may change it in place, unlike a leaf or a view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def _as_computed(leaf: Any) -> Any:
+    if type(leaf) is not torch.Tensor or not (leaf.is_leaf and leaf.requires_grad):
+        return leaf
+    return _AsComputed.apply(leaf)  # type: ignore[no-untyped-call]
+
+
+def input_was_changed() -> RuntimeError:
+    return RuntimeError(
+        "activations.recompute: an input of a unit was changed in place, by the unit or before its backward, and it is "
+        "all that recomputation has; change a copy (inplace=False)"
+    )
 
 
 class _Saved:
@@ -174,50 +206,60 @@ class _Segment:
     _calls: list[_Call] = field(default_factory=list)
     _saved: list[tuple[weakref.ref[_Saved], torch.Size, torch.dtype]] = field(default_factory=list)
     _values: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Computed again and not asked for yet."""
+    """By number: of the unit that runs for the first time, or computed again and not asked for yet."""
+    _running: bool = False
 
     def run(self, call: _Call, args: Any, kwargs: Any) -> Any:
         """The first run of ``call``; one that fails leaves the segment as it was."""
         before = len(self._saved)
+        self._running = True
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 output = call.unit(*args, **kwargs)
+            if [version_of(leaf) for leaf in call.leaves] != call.versions:
+                raise input_was_changed()
         except BaseException:
             del self._saved[before:]
             raise
+        finally:
+            self._running = False
+            self._values.clear()
         self._calls.append(call)
         return output
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         saved = _Saved(self, len(self._saved))
         self._saved.append((weakref.ref(saved), tensor.shape, tensor.dtype))
+        self._values[saved.number] = tensor.detach()  # a unit may run a backward of its own before it returns
         return saved
 
     def unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.number not in self._values:
             self._recompute()
-        return self._values.pop(saved.number)
+        return self._values[saved.number] if self._running else self._values.pop(saved.number)
 
     def _recompute(self) -> None:
         """Fills ``_values``. It runs in a backward: gradients are enabled only so that autograd saves what it saved."""
         self._values.clear()
         count = 0
 
-        def collect(tensor: torch.Tensor) -> None:
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal count
             if count >= len(self._saved):
                 raise self._differs(f"more than the {count} tensors")
             holder, shape, dtype = self._saved[count]
             if (tensor.shape, tensor.dtype) != (shape, dtype):
                 raise self._differs(f"{tensor.dtype} of shape {tuple(tensor.shape)}, not {dtype} of {tuple(shape)}")
+            value = tensor.detach()
             if holder() is not None:
-                self._values[count] = tensor.detach()
+                self._values[count] = value
             count += 1
             if count == len(self._saved):
                 raise _Complete
+            return value
 
         outputs: list[Any] = []
-        with contextlib.suppress(_Complete), torch.enable_grad(), saved_tensors_hooks(collect, _never):
+        with contextlib.suppress(_Complete), torch.enable_grad(), saved_tensors_hooks(collect, lambda value: value):
             for call in self._calls:
                 outputs = _run_again(call, outputs)
         if count < len(self._saved):
@@ -232,18 +274,11 @@ class _Segment:
 
 
 def _run_again(call: _Call, outputs: Sequence[Any]) -> list[Any]:
-    if [_version(leaf) for leaf in call.leaves] != call.versions:
-        raise RuntimeError(
-            "activations.recompute: an input of a unit was changed in place between its forward and its backward; "
-            "change a copy"
-        )
-    leaves = list(call.leaves)
+    if [version_of(leaf) for leaf in call.leaves] != call.versions:
+        raise input_was_changed()
+    leaves = [_as_computed(leaf) for leaf in call.leaves]
     for index, output in call.links.items():
-        leaves[index] = outputs[output].detach().requires_grad_(outputs[output].requires_grad)
+        leaves[index] = _as_computed(_without_graph(outputs[output]))
     args, kwargs = tree_unflatten(leaves, call.spec)
     with call.surroundings.again():
         return tree_flatten(call.unit(*args, **kwargs))[0]
-
-
-def _never(packed: object) -> torch.Tensor:
-    raise AssertionError("a recomputed graph is not run backwards")

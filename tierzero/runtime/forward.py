@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from tierzero.activations.segments import input_was_changed, version_of
 from tierzero.errors import ConfigError, NotResidentError
 from tierzero.runtime.paged import PagedParameter
 from tierzero.runtime.pager import Pager
@@ -84,7 +85,9 @@ class SavedWeights:
         handle = self._handle(tensor)
         if handle is not None:
             return handle
-        return tensor if outer is None else _Outer(outer[0](tensor), outer[1])
+        # Without its graph, which autograd gives back to what it unpacks: an operation that saves its own output would
+        # else keep itself alive, in a cycle that Python's collector does not see.
+        return tensor.detach() if outer is None else _Outer(outer[0](tensor), outer[1])
 
     def _handle(self, tensor: torch.Tensor) -> WeightHandle | ParameterHandle | None:
         if isinstance(tensor, PagedParameter):
@@ -241,8 +244,13 @@ Recompute = Callable[..., Any] | None
 
 
 def recomputed_alone(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Keeps only the arguments."""
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    """Keeps only the arguments. Raises RuntimeError where the unit changes one of them."""
+    leaves = tree_flatten((args, kwargs))[0]
+    before = [version_of(leaf) for leaf in leaves]
+    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+    if [version_of(leaf) for leaf in leaves] != before:
+        raise input_was_changed()
+    return output
 
 
 def install_forward(runtime: Runtime, unit: UnitState, recompute: Recompute, compile_inner: bool) -> None:

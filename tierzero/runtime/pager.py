@@ -152,8 +152,9 @@ class Pager:
 
     def gathered_units(self) -> list[str]:
         """Titles of the units that hold arena memory now."""
+        lent = " (read by a backward, or kept by your code)"
         return [
-            unit.title
+            unit.title + (lent if any(gathered.is_lent for gathered in record.gathered) else "")
             for unit, record in zip(self._units, self._records, strict=True)
             if record.state is not Paging.AWAY
         ]

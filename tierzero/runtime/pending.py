@@ -35,7 +35,9 @@ class PendingUpdates:
         pager: Pager,
         stalls: Stalls,
         start_afresh: Callable[[list[SlotState]], None],
+        ranks: int = 1,
     ) -> None:
+        self._ranks = ranks
         self._units = units
         self._engine, self._updater, self._pager, self._stalls = engine, updater, pager, stalls
         self._moments = MomentOwners(start_afresh)
@@ -102,6 +104,8 @@ class PendingUpdates:
         """Updates a unit whose gradients are complete, once ``reduced`` is done, as the step to come would."""
         if (
             unit.active
+            # What else of the unit the backward may still read would have to be gathered again, on this rank alone.
+            or (self._ranks > 1 and not all(group.layout.trainable for group in unit.groups))
             or unit.index in self.anticipation.units
             or all(slot.hyper_of is None for slot in unit.all_slots())
         ):

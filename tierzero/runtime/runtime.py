@@ -89,7 +89,9 @@ class Runtime:
             parts.pools["buckets"],
             self.stalls,
         )
-        self.updates = PendingUpdates(units, parts.engine, self.updater, self.pager, self.stalls, self._start_afresh)
+        self.updates = PendingUpdates(
+            units, parts.engine, self.updater, self.pager, self.stalls, self._start_afresh, self.world.size
+        )
         self.gradients.before_arrival = self.updates.make_way
         self.gradients.on_unit_complete = self._on_unit_complete
         self.saved_weights = SavedWeights(self.pager)

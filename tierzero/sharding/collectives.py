@@ -127,7 +127,10 @@ def _run_in_order(
 
 
 def _closed() -> TierZeroError:
-    return TierZeroError("the model was closed before all ranks had taken part in its last collectives")
+    return TierZeroError(
+        "the collectives of this model were given up: it was closed, or ranks did different things, as the first error "
+        "says"
+    )
 
 
 def _host_wait(work: dist.Work | None, given_up: threading.Event) -> None:
@@ -211,6 +214,7 @@ class Collectives:
         tags = torch.empty(self._world.size, dtype=torch.int64)
         _host_wait(_gather_into(tags, torch.tensor([unit]), lane.tags), lane.thread.given_up)
         if bool((tags != unit).any()):
+            lane.thread.given_up.set()  # what is queued behind would wait for ranks that are elsewhere
             raise RankMismatchError(self._difference(tags.tolist()))
 
     def _difference(self, tags: Sequence[int]) -> str:
