@@ -72,7 +72,15 @@ def as_rank(rank: int, size: int, name: str, nvme: str) -> None:
         assert_bits(found[stage], found[3])
 
 
-@pytest.mark.parametrize("name", ["tied", "skipping", "odd", "mixture"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "odd",
+        "mixture",
+        pytest.param("tied", marks=pytest.mark.long),
+        pytest.param("skipping", marks=pytest.mark.long),
+    ],
+)
 def test_a_mesh_of_two_dimensions_divides_and_replicates(name: str, tmp_path: Path, four_ranks: RankPool) -> None:
     four_ranks.run(as_rank, name, str(tmp_path))
 

@@ -63,6 +63,7 @@ def hosts() -> Iterator[list[Host]]:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs the ip command")
 def test_two_hosts_train_as_one(hosts: list[Host], tmp_path: Path) -> None:
     job = Job(tmp_path / "job", RUNS, tmp_path / "nvme")

@@ -61,7 +61,7 @@ CASES: dict[str, Case] = {
     "reparametrized-in-root": Case(Reparametrized, regression, ("normed",), eps=1e-5),
     "weight-normed": Case(lambda: Reparametrized(False), regression, (nn.Linear,), eps=1e-5),
     "odd": Case(Odd, regression, (nn.Linear,)),
-    "many": Case(Many, regression, ("parts.?", "parts.1*"), steps=5, eps=1e-6),
+    "many": Case(Many, regression, ("parts.?", "parts.1*"), steps=3, eps=1e-6),
     "wide": Case(Wide, language, ("embed", Block), clip=0.3),
     "unused": Case(Unused, unused, (Block,), clip=0.1),
     "lora": Case(Lora, language, (Adapted, "embed", "head")),
