@@ -14,7 +14,6 @@ from tierzero.runtime.device import Event
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.state import Gathered, UnitState
 from tierzero.runtime.tile_io import TileIO
-from tierzero.runtime.update import Updater
 from tierzero.tiers import Buffer
 
 from ..support.fake_device import FakeDevice
@@ -181,14 +180,13 @@ def test_a_device_that_is_behind_changes_no_bit(
     config = configured(tmp_path, placement=placement, tiers={"prefetch": 0})
     budget = tight(net, config, device=make_device()).tiers.device
     config = configured(tmp_path, placement=placement, tiers=ROOM | {"prefetch": 0, "device": budget})
-    for owner, name in ((Updater, "_synchronize"), (TileIO, "_passed")):
-        original = getattr(owner, name)
+    passed = TileIO.passed
 
-        async def late(self: Any, event: Event, original: Any = original) -> None:
-            await asyncio.sleep(0.1)
-            await original(self, event)
+    async def late(self: TileIO, event: Event) -> None:
+        await asyncio.sleep(0.1)
+        await passed(self, event)
 
-        monkeypatch.setattr(owner, name, late)
+    monkeypatch.setattr(TileIO, "passed", late)
     assert_identical(train_sharded(net(), config, recipe, device=make_device(), poison=True), wanted)
 
 

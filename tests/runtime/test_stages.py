@@ -12,7 +12,7 @@ import torch
 
 import tierzero as tz
 from tierzero.models import GPT
-from tierzero.sharding.stages import STAGES
+from tierzero.profiling.stages import formula_bytes
 
 from ..support.rank_pool import RankPool
 
@@ -80,18 +80,10 @@ def found(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     return functools.cache(lambda stage, precision: ranks.run(figures, str(nvme), stage, precision))
 
 
-def per_parameter(precision: str, stage: int, ranks: int) -> dict[str, float]:
-    """Bytes per parameter and rank: the formulas of docs/zero.md, from ZeRO's paper. The split master of bf16 needs no
-    second copy of the weights.
-    """
-    whole = {"params": 2, "gradients": 2, "optimizer": {"bf16": 10, "fp16": 12}[precision]}
-    return {kind: size / (ranks if kind in STAGES[stage].sharded else 1) for kind, size in whole.items()}
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_persistent_bytes_are_the_formulas(stage: int, precision: str, ranks: RankPool, found: Figures) -> None:
-    wanted = per_parameter(precision, stage, ranks.size)
+    wanted = formula_bytes(stage, ranks.size, precision)
     for own in found(stage, precision):
         for kind, size in wanted.items():
             held = sum(own["placement"][kind].values())
@@ -103,7 +95,7 @@ def test_persistent_bytes_are_the_formulas(stage: int, precision: str, ranks: Ra
 def test_the_formulas_are_the_papers() -> None:
     n = 4
     totals = {
-        precision: [sum(per_parameter(precision, stage, n).values()) for stage in range(4)]
+        precision: [sum(formula_bytes(stage, n, precision).values()) for stage in range(4)]
         for precision in ("fp16", "bf16")
     }
     assert totals["fp16"] == [16, 4 + 12 / n, 2 + 14 / n, 16 / n]

@@ -137,7 +137,7 @@ def table(rows: Sequence[Row], disk_rate: float) -> str:
     ratio = f"/ {base.name}"
     titles = ["system", "step s", ratio, "/ bound", "tokens/s", "peak RSS GB", ratio]
     titles += ["disk B/param/step", "waiting s", "loss"]
-    lines = [_line(titles), _line(["---"] * len(titles))]
+    lines = [markdown_row(titles), markdown_row(["---"] * len(titles))]
     for row in rows:
         cells = (
             row.name,
@@ -151,9 +151,9 @@ def table(rows: Sequence[Row], disk_rate: float) -> str:
             f"{row.waiting_s:.2f}",
             f"{row.last_loss:.5f}",
         )
-        lines.append(_line(cells))
+        lines.append(markdown_row(cells))
     return "\n".join(lines)
 
 
-def _line(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

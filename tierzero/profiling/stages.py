@@ -19,7 +19,7 @@ import torch.distributed as dist
 import tierzero as tz
 from tierzero.errors import TierZeroError
 from tierzero.models import GPT, Block
-from tierzero.profiling.compare import environment
+from tierzero.profiling.compare import environment, markdown_row
 from tierzero.sharding.stages import KINDS, STAGES
 
 _OPTIMIZER_BYTES = {"bf16": 10, "fp16": 12}
@@ -106,7 +106,7 @@ def table(rows: Sequence[StageRow]) -> str:
         "moved, formula",
         "moved",
     ]
-    lines = [_line(titles), _line(["---"] * len(titles))]
+    lines = [markdown_row(titles), markdown_row(["---"] * len(titles))]
     for row in rows:
         numbers = [
             *[row.formula[kind] for kind in KINDS],
@@ -116,12 +116,8 @@ def table(rows: Sequence[StageRow]) -> str:
             row.formula_volume,
             row.measured_volume,
         ]
-        lines.append(_line([str(row.stage), *[f"{number:.2f}" for number in numbers]]))
+        lines.append(markdown_row([str(row.stage), *[f"{number:.2f}" for number in numbers]]))
     return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def draw(rows: Sequence[StageRow], ranks: int, path: Path) -> None:

@@ -36,7 +36,9 @@ class Bucket:
     def restore(self) -> None:
         """Gives this rank's part of a home kept whole back what was there."""
         if self.kept is not None:
-            _own_part(self.group).copy_(self.kept)
+            own = self.group.whole_home("gradient")
+            assert own is not None
+            own.copy_(self.kept)
 
 
 def bucket_bytes(group: GroupState) -> int:
@@ -48,7 +50,9 @@ def new_bucket(group: GroupState, buffer: Buffer) -> Bucket:
     layout, dtype = group.layout, group.grad_dtype
     if group.keeps_whole("gradient"):
         kept = buffer.view(dtype, layout.shard_numel, layout.shard_numel * dtype.itemsize)
-        kept.copy_(_own_part(group))
+        own = group.whole_home("gradient")
+        assert own is not None
+        kept.copy_(own)
         shard = buffer.view(dtype, layout.shard_numel)
         return Bucket(group, buffer, group.whole_kept("gradient"), shard, 0, kept)
     flat = buffer.view(dtype, layout.numel)
@@ -220,10 +224,6 @@ class GradientHome:
             await self._store.write([home.stored], staging.memory(0, length), Priority.WRITE_BACK)
         finally:
             self._tile_io.staging.release(staging)
-
-
-def _own_part(group: GroupState) -> torch.Tensor:
-    return group.whole_kept("gradient").narrow(0, group.shard_start, group.layout.shard_numel)
 
 
 def _cut(shard: torch.Tensor, fragment: Fragment) -> torch.Tensor:

@@ -224,7 +224,7 @@ class TileIO:
             if _on_device(home):
                 copy = opened.staging.view(torch.uint8, home.nbytes, places[id(home)])
                 event = self._device.copy_in(home.tensor(torch.uint8, home.nbytes), copy, self._device.now())
-                await self._passed(event)
+                await self.passed(event)
         files = [home for home in staged if not _on_device(home)]
         if files:
             assert opened.staging is not None
@@ -243,7 +243,7 @@ class TileIO:
         opened.mirrors.clear()
         return events
 
-    async def _passed(self, event: Event) -> None:
+    async def passed(self, event: Event) -> None:
         """Waits for an event without holding up the loop."""
         if not self._device.is_host:
             await self._store.engine.call(event.synchronize)
@@ -265,7 +265,7 @@ class TileIO:
                     opened.lease = None
             finally:
                 for event in copies:
-                    await self._passed(event)
+                    await self.passed(event)
         finally:
             # A failed write leaves the object DIRTY for good: the engine's failure ends the run.
             self.room.change(writing=-writing)
@@ -334,7 +334,7 @@ class TileIO:
             if _on_device(home):
                 copy = opened.staging.view(torch.uint8, home.nbytes, places[id(home)])
                 source = home.tensor(torch.uint8, home.nbytes)
-                await self._passed(self._device.copy_out(copy, source, self._device.now()))
+                await self.passed(self._device.copy_out(copy, source, self._device.now()))
                 if kind is not Parts.GRADIENT:
                     opened.mirrors.append((source, copy))
             elif kind is Parts.GRADIENT:

@@ -225,7 +225,7 @@ class Updater:
             if ahead is None:
                 return await self._read_weights_from_file(group, tile, destination, target, priority)
             event = self._device.copy_in(target, ahead, destination.after)
-            await self._synchronize(event)
+            await self._tile_io.passed(event)
             return [event]
 
     async def _read_weights_from_file(
@@ -243,7 +243,7 @@ class Updater:
         try:
             assert opened.weight is not None
             event = self._device.copy_in(target, opened.weight, destination.after)
-            await self._synchronize(event)
+            await self._tile_io.passed(event)
         finally:
             self._tile_io.close(opened)
         return [event]
@@ -258,10 +258,6 @@ class Updater:
         if not self._device.is_host or begin % PAGE:
             return False
         return home.nbytes % PAGE == 0 or begin + page_round(home.nbytes) == destination.buffer.capacity
-
-    async def _synchronize(self, event: Event) -> None:
-        if not self._device.is_host:
-            await self._engine.call(event.synchronize)
 
 
 def _clip_segments(tile: Tile, spec: UpdateSpec | None) -> list[tuple[int, int, int]]:
