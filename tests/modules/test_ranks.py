@@ -56,6 +56,18 @@ def test_ranks_agree_with_one_process(name: str, tmp_path: Path, two_ranks: Rank
     two_ranks.run(train_as_rank, name, TIERS, str(tmp_path))
 
 
+def joined_as_rank(rank: int, size: int, name: str, nvme: str) -> None:
+    case = ten_steps(name)
+    for floor in (300, 10**6):
+        found = train_sharded(case, config(Path(nvme), sharding={"min_unit": floor}), rank, size)
+        assert_close(found, train_plain(case, size), tolerance=5e-5)
+
+
+@pytest.mark.parametrize("name", ["every-leaf", "skipping", "lora", "mixture"])
+def test_ranks_with_small_units_joined(name: str, tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(joined_as_rank, name, str(tmp_path))
+
+
 def stages_as_rank(rank: int, size: int, name: str, nvme: str) -> None:
     case = ten_steps(name)
     found = [

@@ -176,6 +176,20 @@ def test_weights_of_a_segment_are_read_once_for_both(recompute: str | int, tmp_p
     assert read_bytes(recompute, "64MiB") <= read_bytes("none", "64MiB")
 
 
+@pytest.mark.parametrize("recompute", ["none", "unit", "sqrt", 3])
+@pytest.mark.parametrize("floor", [5000, 10**6])
+def test_recompute_with_small_units_joined(recompute: str | int, floor: int, wanted: Outcome, tmp_path: Path) -> None:
+    """Two blocks in a unit, or everything in the root: what is recomputed are the blocks."""
+    sections = {"activations": {"recompute": recompute}, "sharding": {"min_unit": floor}}
+    found = train_sharded(case("none"), config(tmp_path, **sections))
+    assert_close(found, wanted)
+    model = Checkpointed()
+    tz.shard(model, config(tmp_path, **sections), units=(Heavy,))
+    bytes_alive_after_forward(model)
+    assert model.blocks[0].forwards == (1 if recompute == "none" else 2)
+    tz.close(model)
+
+
 def checkpointed_ranks(rank: int, size: int, nvme: str) -> None:
     reference = train_sharded(case("none"), config(Path(nvme), "host"), rank, size)
     assert_close(reference, train_plain(case("none"), size), tolerance=5e-5)

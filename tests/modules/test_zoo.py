@@ -39,3 +39,11 @@ def test_at_other_prefetch_depths(name: str, prefetch: int, tmp_path: Path) -> N
     case = CASES[name]
     found = train_sharded(case, config(tmp_path, tiers={"prefetch": prefetch}))
     assert_close(found, train_plain(case))
+
+
+@pytest.mark.parametrize("floor", [300, 10**6])
+@pytest.mark.parametrize("name", ["encoder-leaves", "every-leaf", "lora", "skipping", "albert", "tied", "captured"])
+def test_with_small_units_joined(name: str, floor: int, tmp_path: Path) -> None:
+    case = CASES[name]
+    found = train_sharded(case, config(tmp_path, sharding={"min_unit": floor}))
+    assert_close(found, train_plain(case))

@@ -169,6 +169,11 @@ class ShardingSection(Section):
     units: Annotated[list[str] | None, names()] = key(
         None, 'Modules gathered together, by class name or by pattern of module names. "auto": the repeated blocks.'
     )
+    min_unit: Annotated[int, whole(0, 2**40)] = key(
+        0,
+        "Units with fewer parameters than this are gathered together with their neighbours; where there are none, with "
+        "what is around them.",
+    )
     reshard_after_forward: Annotated[bool | list[str], either(flag(), listed_names())] = key(
         True,
         "true: free a unit's gathered weights after its forward and gather them again for its backward. false: keep "

@@ -33,7 +33,7 @@ from tierzero.runtime.runtime import Machinery, Runtime
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState, slot_of
 from tierzero.runtime.zeroing import install_zero_grad
 from tierzero.sharding.collectives import Collectives, World
-from tierzero.sharding.units import UnitChoice
+from tierzero.sharding.units import UnitChoice, dotted_prefixes
 from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore
 
 _FREE_SHARE = 0.8
@@ -223,7 +223,10 @@ def _cores(world: World) -> int:
 
 
 def _declare(drafted: Draft, plan: MemoryPlan, store: TieredStore, world: World, device: Device) -> list[UnitState]:
-    units = [UnitState(None, index, spec.name, spec.module, spec.ancestors) for index, spec in enumerate(drafted.specs)]  # type: ignore[arg-type]
+    units = [
+        UnitState(None, index, spec.title, spec.modules, spec.ancestors)  # type: ignore[arg-type]
+        for index, spec in enumerate(drafted.specs)
+    ]
     part = world.shard if drafted.stage.parts(world.shards) > 1 else 0
     for each, homes, in_place in zip(drafted.groups, plan.homes, plan.in_place, strict=True):
         unit = units[each.unit]
@@ -311,13 +314,13 @@ def _install(runtime: Runtime, model: nn.Module, config: Config, drafted: Draft)
                 setattr(module, name, buffer.to(runtime.device.torch_device))
     blocks = drafted.blocks
     length = segment_length(config.activations.recompute, len(blocks))
-    outermost = [index for index in blocks if not set(runtime.units[index].ancestors) & set(blocks)]
+    outermost = [name for name in blocks if not set(dotted_prefixes(name)) & set(blocks)]
     segments = Segments(length) if length > 1 else None
     for unit in runtime.units:
-        is_block = unit.index in blocks
-        recompute: Recompute = None
-        if segments is not None and unit.index in outermost:
-            recompute = functools.partial(segments.run, outermost.index(unit.index))
-        elif length == 1 and is_block:
-            recompute = recomputed_alone
-        install_forward(runtime, unit, recompute, config.train.compile and is_block)
+        for name, module in unit.modules.items():
+            recompute: Recompute = None
+            if segments is not None and name in outermost:
+                recompute = functools.partial(segments.run, outermost.index(name))
+            elif length == 1 and name in blocks:
+                recompute = recomputed_alone
+            install_forward(runtime, unit, module, recompute, config.train.compile and name in blocks)

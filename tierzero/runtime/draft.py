@@ -38,8 +38,8 @@ class Draft:
     groups: list[GroupDraft]
     convert: torch.dtype | None
     stage: Stage
-    blocks: tuple[int, ...]
-    """Units that are worth recomputing, see `is_block`."""
+    blocks: tuple[str, ...]
+    """Modules that are worth recomputing, in order, see `is_block`."""
     kept: frozenset[int]
     """Units that stay gathered from the forward to the update."""
 
@@ -70,12 +70,13 @@ class Draft:
 
 def draft(model: nn.Module, config: Config, units: UnitChoice, ranks: int) -> Draft:
     """Raises ConfigError for units that match nothing."""
-    specs = find_units(model, units if units is not None else config.sharding.units)
-    stage = STAGES[config.sharding.stage]
+    sharding = config.sharding
+    specs = find_units(model, units if units is not None else sharding.units, sharding.min_unit)
+    stage = STAGES[sharding.stage]
     convert = _conversion(model, config)
     groups = _draft_groups(specs, convert, config, stage.parts(ranks))
-    blocks = tuple(index for index, spec in enumerate(specs) if is_block(spec))
-    return Draft(specs, groups, convert, stage, blocks, kept_units(specs, config.sharding.reshard_after_forward))
+    blocks = tuple(name for spec in specs for name, module in spec.modules.items() if is_block(name, module))
+    return Draft(specs, groups, convert, stage, blocks, kept_units(specs, sharding.reshard_after_forward))
 
 
 def kept_units(specs: list[UnitSpec], reshard: bool | list[str]) -> frozenset[int]:
@@ -84,7 +85,11 @@ def kept_units(specs: list[UnitSpec], reshard: bool | list[str]) -> frozenset[in
         return frozenset() if reshard else frozenset(range(len(specs)))
     found: set[int] = set()
     for entry in reshard:
-        hits = {index for index, spec in enumerate(specs) if matches(spec.title, spec.module, entry)}
+        hits = {
+            index
+            for index, spec in enumerate(specs)
+            if any(matches(name or spec.title, module, entry) for name, module in spec.modules.items())
+        }
         if not hits:
             units = ", ".join(spec.title for spec in specs[:8])
             raise ConfigError(f"sharding.reshard_after_forward: no unit is named {entry!r}; there are {units}")
@@ -92,9 +97,9 @@ def kept_units(specs: list[UnitSpec], reshard: bool | list[str]) -> frozenset[in
     return frozenset(found)
 
 
-def is_block(spec: UnitSpec) -> bool:
-    """A unit worth recomputing: one of the model's blocks, not the model itself nor a single layer."""
-    return bool(spec.name) and next(spec.module.children(), None) is not None
+def is_block(name: str, module: nn.Module) -> bool:
+    """A unit's module worth recomputing: one of the model's blocks, not the model itself nor a single layer."""
+    return bool(name) and next(module.children(), None) is not None
 
 
 def _conversion(model: nn.Module, config: Config) -> torch.dtype | None:
@@ -117,7 +122,7 @@ def _with_statistics(model: nn.Module) -> set[nn.Parameter]:
 
 def _draft_groups(specs: list[UnitSpec], convert: torch.dtype | None, config: Config, parts: int) -> list[GroupDraft]:
     drafts = []
-    kept = _with_statistics(specs[0].module)
+    kept = _with_statistics(specs[0].modules[""])
     for index, spec in enumerate(specs):
         members: dict[tuple[torch.dtype, bool], list[tuple[tuple[str, ...], nn.Parameter]]] = {}
         for names, parameter in spec.parameters:

@@ -7,7 +7,7 @@ Never more than one unit's full weights exist at a time, and each rank keeps onl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +167,7 @@ def _materialize(unit: UnitState, init: Init) -> None:
             real.fill_(float("nan"))
         torch.utils.swap_tensors(slot.parameter, nn.Parameter(real, requires_grad=slot.parameter.requires_grad))
     mine = {slot.parameter for slot in empty}
-    for module in _children_first(unit.module):
+    for module in _children_first(unit.modules.values()):
         if callable(init):
             if any(parameter in mine for parameter in module.parameters()):
                 init(module)
@@ -186,7 +186,7 @@ def _materialize(unit: UnitState, init: Init) -> None:
             )
 
 
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+def _children_first(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """As ``nn.Module.apply`` visits them, each module once."""
     seen: set[nn.Module] = set()
 
@@ -198,7 +198,8 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
             yield from visit(child)
         yield current
 
-    return visit(module)
+    for module in modules:
+        yield from visit(module)
 
 
 def _sources(

@@ -253,11 +253,13 @@ def recomputed_alone(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def install_forward(runtime: Runtime, unit: UnitState, recompute: Recompute, compile_inner: bool) -> None:
-    """Replaces the module's forward by one that pages the unit in."""
-    original: Callable[..., Any] = unit.module.forward
+def install_forward(
+    runtime: Runtime, unit: UnitState, module: nn.Module, recompute: Recompute, compile_inner: bool
+) -> None:
+    """Replaces the forward of one of the unit's modules by one that pages the unit in."""
+    original: Callable[..., Any] = module.forward
     inner = torch.compile(original) if compile_inner else original
-    is_root = unit.index == 0
+    is_root = module is runtime.model
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -273,4 +275,4 @@ def install_forward(runtime: Runtime, unit: UnitState, recompute: Recompute, com
             return recompute(run, *args, **kwargs)
         return run(*args, **kwargs)
 
-    unit.module.forward = forward
+    module.forward = forward

@@ -284,16 +284,12 @@ class UnitState:
 
     runtime: Runtime
     index: int
-    name: str
-    module: nn.Module
+    title: str
+    modules: dict[str, nn.Module]
     ancestors: tuple[int, ...]
     groups: list[GroupState] = field(default_factory=list)
     active: int = 0
-    """Forwards of this unit that are running now."""
-
-    @property
-    def title(self) -> str:
-        return self.name or "(root)"
+    """Forwards of this unit's modules that are running now."""
 
     @property
     def in_place(self) -> bool:

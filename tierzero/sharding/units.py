@@ -3,14 +3,17 @@
 Every parameter belongs to exactly one unit: the innermost unit module that holds it, by its first name. What no
 chosen module holds belongs to the root unit, which stays gathered while the model's forward runs; therefore large
 leaf modules outside the chosen ones (an embedding, an output head) become units of their own.
+
+A gather has a cost of its own, however small the unit. Below a floor, neighbours become one unit of several modules;
+what has no neighbour belongs to the unit around it, in the end to the root.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -24,26 +27,45 @@ UnitChoice = Sequence[type[nn.Module] | str] | type[nn.Module] | str | None
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit before it is sharded: its module, its dotted name ("" for the root), and its own parameters with all
-    their names.
+    """A unit before it is sharded: its modules by their dotted names ("" for the root), in the order of the model, and
+    its own parameters with all their names.
     """
 
-    name: str
-    module: nn.Module
+    modules: dict[str, nn.Module]
     parameters: tuple[tuple[tuple[str, ...], nn.Parameter], ...]
     ancestors: tuple[int, ...]
 
     @property
     def title(self) -> str:
-        return self.name or "(root)"
+        first, *others = self.modules
+        beside = [name for name in others if first and not name.startswith(f"{first}.")]
+        return f"{first} to {beside[-1]}" if beside else first or "(root)"
 
 
-def find_units(model: nn.Module, choice: UnitChoice) -> list[UnitSpec]:
+@dataclass
+class _Node:
+    """A unit that is being found: the modules gathered together, and the units inside them."""
+
+    names: list[str]
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    inner: list[_Node] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def take(self, other: _Node) -> None:
+        self.names += other.names
+        self.parameters += other.parameters
+        self.inner += other.inner
+
+
+def find_units(model: nn.Module, choice: UnitChoice, floor: int = 0) -> list[UnitSpec]:
     """The units of ``model`` in the order of its modules, the root first; units without parameters of their own are
     left out.
 
     ``choice`` lists classes, class names, or dotted-name patterns (``"layers.*"``), or is one of them; None takes the
-    repeated blocks.
+    repeated blocks. ``floor`` (elements): smaller units are joined with their neighbours.
     Raises ConfigError for an entry that matches no module.
     """
     if isinstance(choice, str | type):
@@ -55,27 +77,50 @@ def find_units(model: nn.Module, choice: UnitChoice) -> list[UnitSpec]:
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in order}
+    nodes = {name: _Node([name]) for name in order}
     for parameter, names in names_of.items():
-        members[_owner(names[0], chosen)].append(parameter)
-    kept = [name for name in order if members[name] or name == ""]
-    position = {name: index for index, name in enumerate(kept)}
-    return [
-        UnitSpec(
-            name,
-            model.get_submodule(name),
-            tuple((tuple(names_of[parameter]), parameter) for parameter in members[name]),
-            tuple(position[above] for above in _ancestors(name) if above in position),
-        )
-        for name in kept
-    ]
+        nodes[_around(names[0], nodes)].parameters.append(parameter)
+    for name in [name for name in order if name and not nodes[name].parameters]:
+        del nodes[name]
+    for name in nodes:
+        if name:
+            nodes[_around(name, nodes)].inner.append(nodes[name])
+    _join_small(nodes[""], floor)
+
+    specs: list[UnitSpec] = []
+
+    def add(node: _Node, ancestors: tuple[int, ...]) -> None:
+        own = sorted(node.names, key=order.index)
+        parameters = tuple((tuple(names_of[parameter]), parameter) for parameter in node.parameters)
+        index = len(specs)
+        specs.append(UnitSpec({name: model.get_submodule(name) for name in own}, parameters, ancestors))
+        for inner in node.inner:
+            add(inner, (index, *ancestors))
+
+    add(nodes[""], ())
+    return specs
 
 
-def _owner(parameter_name: str, chosen: set[str]) -> str:
-    return next(name for name in _ancestors(parameter_name) if name in chosen)
+def _join_small(node: _Node, floor: int) -> None:
+    """Joins those of the units inside that have fewer than ``floor`` elements with what stands beside them."""
+    joined: list[_Node] = []
+    for inner in node.inner:
+        _join_small(inner, floor)
+        if joined and joined[-1].numel < floor:
+            joined[-1].take(inner)
+        else:
+            joined.append(inner)
+    node.inner = joined
+    if joined and joined[-1].numel < floor:
+        last = joined.pop()
+        (joined[-1] if joined else node).take(last)
 
 
-def _ancestors(name: str) -> list[str]:
+def _around(name: str, known: Container[str]) -> str:
+    return next(above for above in dotted_prefixes(name) if above in known)
+
+
+def dotted_prefixes(name: str) -> list[str]:
     """Dotted prefixes of ``name``, the longest first, without ``name`` itself, ending with the root."""
     parts = name.split(".") if name else []
     return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
@@ -89,7 +134,7 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
     """Members of the outermost containers whose children repeat one class: what FSDP users wrap by hand."""
     found: set[str] = set()
     for name, module in model.named_modules():
-        if any(above in found for above in [name, *_ancestors(name)]):
+        if any(above in found for above in [name, *dotted_prefixes(name)]):
             continue
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             counts = Counter(type(child) for child in module.children())
@@ -125,7 +170,7 @@ def matches(name: str, module: nn.Module, entry: type[nn.Module] | str) -> bool:
 def _large_leaves(model: nn.Module, chosen: set[str]) -> set[str]:
     found: set[str] = set()
     for name, module in model.named_modules():
-        if not name or any(above in chosen for above in [name, *_ancestors(name)]):
+        if not name or any(above in chosen for above in [name, *dotted_prefixes(name)]):
             continue
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if own >= LARGE_LEAF and next(module.children(), None) is None:
