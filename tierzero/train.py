@@ -19,7 +19,7 @@ import tierzero as tz
 from .config import Config
 from .data import DataSplit, open_data
 from .errors import CheckpointError, ConfigError
-from .models import GPT, Block, bundled_model
+from .models import GPT, bundled_model
 from .training import checkpoints, ranks
 from .training.memory import peak_rss_bytes
 from .training.metrics import Measured, MetricsFile, Record, check_writable, combine
@@ -100,7 +100,7 @@ def _build(config: Config) -> GPT:
     # On the meta device from the start: a weight larger than the address space that is free is for the plan to refuse.
     with torch.device("meta"), tz.empty_init():
         model = bundled_model(config)
-    sharded: GPT = tz.shard(model, config, units=None if config.sharding.units else (Block,))
+    sharded: GPT = tz.shard(model, config)
     return sharded
 
 

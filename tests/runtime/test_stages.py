@@ -40,7 +40,7 @@ def settings(nvme: Path, stage: int, precision: str, **sections: dict[str, Any])
         {
             "train": {"precision": precision},
             "tiers": {"nvme": [str(nvme)], "tile": 4096, "prefetch": 0, "device": "64MiB", "host": "256MiB"},
-            "sharding": {"stage": stage},
+            "sharding": {"stage": stage, "min_unit": 0},
         }
         | sections
     )
@@ -151,7 +151,7 @@ def test_what_is_kept_whole_cannot_be_offloaded(
 
 
 def kept_figures(rank: int, size: int, nvme: str, reshard: bool | list[str]) -> dict[str, Any]:
-    sharding = {"stage": 3, "reshard_after_forward": reshard}
+    sharding = {"stage": 3, "min_unit": 0, "reshard_after_forward": reshard}
     return train(rank, size, settings(Path(nvme), 3, "bf16", sharding=sharding))
 
 

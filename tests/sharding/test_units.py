@@ -105,6 +105,14 @@ def test_a_unit_is_kept_by_the_name_of_any_of_its_modules() -> None:
     assert drafted.kept == {1}
 
 
+def test_units_that_are_found_are_joined_and_those_that_are_named_are_not() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(600, 600)) for _ in range(6))
+    joined = ["(root)", "blocks.0 to blocks.2", "blocks.3 to blocks.5"]
+    assert [spec.title for spec in find_units(model, None)] == joined
+    assert len(find_units(model, None, 0)) == len(find_units(model, ("blocks.?",))) == 7
+
+
 @pytest.mark.parametrize("floor", [-1, 1.5, "1M"])
 def test_a_floor_is_a_number_of_parameters(floor: object) -> None:
     with pytest.raises(tz.ConfigError, match=r"sharding\.min_unit"):

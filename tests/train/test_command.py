@@ -33,6 +33,8 @@ schedule = "cosine"
 warmup = 2
 [tiers]
 nvme = ["nvme"]
+[sharding]
+min_unit = 0
 [placement]
 params = "nvme"
 optimizer = "nvme"

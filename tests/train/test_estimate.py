@@ -67,6 +67,7 @@ def tiny(nvme: str) -> Config:
             "model": {"dim": 128, "layers": 8, "heads": 2, "vocab": 256},
             "train": {"batch_size": 2, "seq_len": 16},
             "tiers": {"nvme": [nvme], "tile": 8192, "prefetch": 0},
+            "sharding": {"min_unit": 0},
         }
     )
 

@@ -169,10 +169,10 @@ class ShardingSection(Section):
     units: Annotated[list[str] | None, names()] = key(
         None, 'Modules gathered together, by class name or by pattern of module names. "auto": the repeated blocks.'
     )
-    min_unit: Annotated[int, whole(0, 2**40)] = key(
-        0,
+    min_unit: Annotated[int | None, or_auto(whole(0, 2**40))] = key(
+        None,
         "Units with fewer parameters than this are gathered together with their neighbours; where there are none, with "
-        "what is around them.",
+        'what is around them. "auto": 1,000,000 for units that are found, 0 for those that you name.',
     )
     reshard_after_forward: Annotated[bool | list[str], either(flag(), listed_names())] = key(
         True,

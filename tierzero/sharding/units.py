@@ -22,6 +22,9 @@ from tierzero.errors import ConfigError
 LARGE_LEAF = 256 * 1024
 """Elements. A leaf module outside every chosen unit that holds at least this many is gathered by itself."""
 
+SMALL_UNIT = 1_000_000
+"""Elements. Of smaller units, what a gather costs whatever its size is more than overlap gains (docs/benchmarks.md)."""
+
 UnitChoice = Sequence[type[nn.Module] | str] | type[nn.Module] | str | None
 
 
@@ -60,12 +63,13 @@ class _Node:
         self.inner += other.inner
 
 
-def find_units(model: nn.Module, choice: UnitChoice, floor: int = 0) -> list[UnitSpec]:
+def find_units(model: nn.Module, choice: UnitChoice, floor: int | None = None) -> list[UnitSpec]:
     """The units of ``model`` in the order of its modules, the root first; units without parameters of their own are
     left out.
 
     ``choice`` lists classes, class names, or dotted-name patterns (``"layers.*"``), or is one of them; None takes the
-    repeated blocks. ``floor`` (elements): smaller units are joined with their neighbours.
+    repeated blocks. ``floor`` (elements): smaller units are joined with their neighbours; None is `SMALL_UNIT` for
+    the repeated blocks, 0 for a choice.
     Raises ConfigError for an entry that matches no module.
     """
     if isinstance(choice, str | type):
@@ -85,7 +89,7 @@ def find_units(model: nn.Module, choice: UnitChoice, floor: int = 0) -> list[Uni
     for name in nodes:
         if name:
             nodes[_around(name, nodes)].inner.append(nodes[name])
-    _join_small(nodes[""], floor)
+    _join_small(nodes[""], floor if floor is not None else SMALL_UNIT if choice is None else 0)
 
     specs: list[UnitSpec] = []
 

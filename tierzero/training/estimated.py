@@ -16,7 +16,7 @@ from ..activations.measure import ActivationBytes, activation_bytes
 from ..activations.segments import segment_length
 from ..config import Config
 from ..errors import ConfigError
-from ..models import Block, bundled_model
+from ..models import bundled_model
 from ..optim.formats import state_format
 from ..planner.estimate import Estimate, Job, Limits, cheapest, estimates
 from ..planner.shape import GroupShape, ModelShape
@@ -59,11 +59,10 @@ def estimate_config(config: Config, ranks: int, nodes: int, limits: Limits, devi
     micro_batch, micro_steps = micro_batches(config, Ranks(0, ranks, 0, local))
     with torch.device("meta"), tz.empty_init():
         model = bundled_model(config)
-    units = None if config.sharding.units else (Block,)
 
     @functools.cache
     def shape_of(stage: Stage) -> ModelShape:
-        return draft(model, config.override([f"sharding.stage={stage.number}"]), units, ranks).shape()
+        return draft(model, config.override([f"sharding.stage={stage.number}"]), None, ranks).shape()
 
     activations = activations_of(config, micro_batch)
     recompute = config.activations.recompute
@@ -72,7 +71,7 @@ def estimate_config(config: Config, ranks: int, nodes: int, limits: Limits, devi
         ranks,
         micro_steps,
         activations.peak(recompute),
-        kept=draft(model, config, units, ranks).kept,
+        kept=draft(model, config, None, ranks).kept,
         segment=segment_length(recompute, config.model.layers),
         tile=config.tiers.tile,
         prefetch=config.tiers.prefetch,
