@@ -6,16 +6,16 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from tierzero.checkpoint.agree import together
-from tierzero.checkpoint.manifest import Extent, extents_from, rank_stem, read_index, read_manifest, standing_folder
+from tierzero.checkpoint.manifest import read_manifest, standing_folder
+from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.checkpoint.save import segments_of
 from tierzero.errors import CheckpointError
 from tierzero.runtime.access import persistent_buffers
@@ -62,23 +62,30 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
 @dataclass(frozen=True)
 class _Source:
     manifest: dict[str, Any]
-    reader: _Reader
+    reader: CheckpointReader
 
 
 def _open_and_check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, folder: Path) -> _Source:
     manifest = read_manifest(folder)
     _check_parameters(runtime, manifest, folder)
     _check_optimizer(optimizer, manifest, folder)
-    reader = _Reader(folder, manifest)
+    reader = CheckpointReader(folder, manifest)
     try:
-        reader.check(runtime)
+        _check_extents(runtime, reader)
     except BaseException:
         reader.close()
         raise
     return _Source(manifest, reader)
 
 
-def _load_state(runtime: Runtime, model: nn.Module, reader: _Reader) -> None:
+def _check_extents(runtime: Runtime, reader: CheckpointReader) -> None:
+    for slot in runtime.slots():
+        fmt = slot.group.fmt
+        for segment in ("weight", *(part.name for part in (fmt.optimizer if fmt else ()))):
+            reader.check_covers(slot.name, segment, slot.slot.numel)
+
+
+def _load_state(runtime: Runtime, model: nn.Module, reader: CheckpointReader) -> None:
     for group in runtime.groups():
         group.version += 1
         for tile in group.tiles:
@@ -135,100 +142,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[s
             group[key] = tuple(value) if isinstance(value, list) else value
 
 
-@dataclass
-class _RankFile:
-    path: Path
-    index: dict[str, Any]
-    file: BinaryIO
-
-
-@dataclass
-class _Reader:
-    """Extents of all ranks' files by parameter and segment; reads and verifies whole extents, keeping the last one."""
-
-    folder: Path
-    manifest: Mapping[str, Any]
-    ranks: list[_RankFile] = field(default_factory=list)
-    by_segment: dict[tuple[str, str], list[tuple[Extent, _RankFile]]] = field(default_factory=dict)
-    _last: tuple[Extent, bytes] | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            self._open_all()
-        except BaseException:
-            self.close()
-            raise
-
-    def _open_all(self) -> None:
-        for rank in range(int(self.manifest["world_size"])):
-            stem = rank_stem(rank)
-            index = read_index(self.folder, rank, self.manifest)
-            path = self.folder / f"{stem}.bin"
-            try:
-                size = path.stat().st_size
-                file = path.open("rb")
-            except OSError as error:
-                raise CheckpointError(f"{path}: the data of rank {rank} cannot be read: {error}") from None
-            found = _RankFile(path, index, file)
-            self.ranks.append(found)
-            if size < index.get("nbytes", 0):
-                raise CheckpointError(f"{path}: {size:,} bytes of {index['nbytes']:,}: the file was cut short")
-            for extent in extents_from(index, self.folder / f"{stem}.json"):
-                self.by_segment.setdefault((extent.parameter, extent.segment), []).append((extent, found))
-        for entries in self.by_segment.values():
-            entries.sort(key=lambda entry: entry[0].start)
-
-    def check(self, runtime: Runtime) -> None:
-        """Every segment of every parameter must be covered without a gap."""
-        for slot in runtime.slots():
-            fmt = slot.group.fmt
-            for segment in ("weight", *(part.name for part in (fmt.optimizer if fmt else ()))):
-                position = 0
-                for extent, _ in self.by_segment.get((slot.name, segment), []):
-                    if extent.start > position:
-                        break
-                    position = max(position, extent.stop)
-                if position < slot.slot.numel:
-                    raise CheckpointError(
-                        f"{self.folder}: {segment} of parameter {slot.name!r} is incomplete from element {position:,}"
-                    )
-
-    def read(self, parameter: str, segment: str, start: int, into: torch.Tensor) -> None:
-        """Fills ``into`` with elements from ``start`` on."""
-        stop = start + into.numel()
-        for extent, rank in self.by_segment[(parameter, segment)]:
-            first, last = max(start, extent.start), min(stop, extent.stop)
-            if first < last:
-                raw = self._extent(extent, rank)
-                values = torch.frombuffer(bytearray(raw), dtype=into.dtype)
-                into[first - start : last - start].copy_(values[first - extent.start : last - extent.start])
-
-    def _extent(self, extent: Extent, rank: _RankFile) -> bytes:
-        if self._last is not None and self._last[0] is extent:
-            return self._last[1]
-        rank.file.seek(extent.offset)
-        raw = rank.file.read(extent.nbytes)
-        if len(raw) != extent.nbytes or xxhash.xxh3_64_hexdigest(raw) != extent.xxh3:
-            raise CheckpointError(
-                f"{rank.path}: {extent.segment} of parameter {extent.parameter!r} at byte {extent.offset:,} does not "
-                f"match its checksum: the file is damaged"
-            )
-        os.posix_fadvise(rank.file.fileno(), extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
-        self._last = (extent, raw)
-        return raw
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.file.close()
-
-
-async def _load_tile(runtime: Runtime, group: GroupState, tile: Tile, reader: _Reader) -> None:
+async def _load_tile(runtime: Runtime, group: GroupState, tile: Tile, reader: CheckpointReader) -> None:
     parts = Parts.STATE if group.fmt else Parts.WEIGHT
     async with runtime.tile_io.fresh(group, tile, parts) as opened:
         await runtime.engine.call(_read_open, group, opened, reader)
 
 
-def _read_open(group: GroupState, opened: OpenTile, reader: _Reader) -> None:
+def _read_open(group: GroupState, opened: OpenTile, reader: CheckpointReader) -> None:
     for _, values in segments_of(opened):
         values.zero_()
     for piece in tile_pieces(group, opened.tile):
@@ -236,7 +156,7 @@ def _read_open(group: GroupState, opened: OpenTile, reader: _Reader) -> None:
             reader.read(piece.slot.name, segment, piece.of_parameter.start, values[piece.of_tile])
 
 
-def _load_buffers(model: nn.Module, reader: _Reader) -> None:
+def _load_buffers(model: nn.Module, reader: CheckpointReader) -> None:
     for name, buffer in persistent_buffers(model):
         if (name, "buffer") in reader.by_segment:
             flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
@@ -245,7 +165,7 @@ def _load_buffers(model: nn.Module, reader: _Reader) -> None:
                 buffer.copy_(flat.view(buffer.shape))
 
 
-def _restore_rng(runtime: Runtime, reader: _Reader) -> None:
+def _restore_rng(runtime: Runtime, reader: CheckpointReader) -> None:
     """Each rank takes its own generator state back; a rank that did not exist keeps its present one."""
     if runtime.world.rank >= len(reader.ranks):
         return
