@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierzero.api import close, full_state_dict, gathered, read_state, shard, stats
-from tierzero.checkpoint import load_checkpoint, save_checkpoint
+from tierzero.checkpoint import finish_checkpoint, load_checkpoint, save_checkpoint
 from tierzero.config import Config
 from tierzero.empty import empty_init
 from tierzero.errors import (
@@ -39,6 +39,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "empty_init",
+    "finish_checkpoint",
     "full_state_dict",
     "gathered",
     "load_checkpoint",

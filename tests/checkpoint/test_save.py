@@ -64,13 +64,14 @@ def assert_previous_is_whole(run: Run, path: Path, settings: tz.Config) -> None:
 
 
 PLACES: dict[str, tuple[str, int]] = {
-    "first extent": ("_Writer.add", 0),
-    "in the middle": ("_Writer.add", 20),
-    "flushing": ("_Writer.finish", 0),
+    "first tile": ("RankWriter.receive", 0),
+    "in the middle": ("RankWriter.receive", 4),
+    "buffers": ("RankWriter.write_buffers", 0),
+    "syncing the data": ("RankWriter.sync", 0),
     "index": ("write_json", 0),
     "manifest": ("write_json", 1),
-    "syncing": ("_sync", 0),
-    "syncing the folder": ("_sync", 2),
+    "syncing": ("sync_path", 0),
+    "syncing the folder": ("sync_path", 2),
 }
 
 
@@ -81,7 +82,7 @@ def test_failed_save_leaves_the_previous_one(
     path, (name, calls) = tmp_path / "saved", PLACES[place]
     run.save(path)
     run.train(1)
-    holder: Any = saving._Writer if name.startswith("_Writer") else saving
+    holder: Any = saving.RankWriter if name.startswith("RankWriter") else saving
     attribute = name.rsplit(".", 1)[-1]
     error = OSError(28, "No space left on device", str(path))
     with monkeypatch.context() as patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -87,7 +88,8 @@ def damaged_for_one(rank: int, size: int, folder: str) -> None:
         torch.distributed.barrier()
         if rank == 1:
             raw = bytearray((path / "rank-00001.bin").read_bytes())
-            raw[100] ^= 1
+            first = json.loads((path / "rank-00001.json").read_text())["extents"][0]
+            raw[first["offset"]] ^= 1
             (path / "rank-00001.bin").write_bytes(raw)
         torch.distributed.barrier()
         with pytest.raises(tz.CheckpointError, match=r"rank-00001\.bin|another rank"):
@@ -114,14 +116,14 @@ def failing_on_one(rank: int, size: int, folder: str) -> None:
         run.save(path)
         wanted = run.outcome()
         run.train(1, rank)
-        original = saving._Writer.finish
+        original = saving.RankWriter.sync
         if rank == 1:
-            saving._Writer.finish = fail  # type: ignore[method-assign]
+            saving.RankWriter.sync = fail  # type: ignore[method-assign]
         try:
             with pytest.raises(tz.CheckpointError, match="No space left" if rank == 1 else "another rank"):
                 run.save(path)
         finally:
-            saving._Writer.finish = original  # type: ignore[method-assign]
+            saving.RankWriter.sync = original  # type: ignore[method-assign]
         run.load(path)
         assert_bits(without_buffers(run.outcome()), without_buffers(wanted))
 

@@ -16,7 +16,7 @@ from torch import nn
 from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.manifest import read_manifest, standing_folder
 from tierzero.checkpoint.reader import CheckpointReader
-from tierzero.checkpoint.save import segments_of
+from tierzero.checkpoint.save import finish_checkpoint
 from tierzero.errors import CheckpointError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
@@ -35,11 +35,13 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     """
     runtime = runtime_of(model)
     runtime.require_open(whole=False)
+    finish_checkpoint(model)
     folder = standing_folder(Path(path))
     sources: list[_Source] = []
     together(runtime, folder, "read it", lambda: sources.append(_open_and_check(runtime, optimizer, folder)))
     manifest, reader = sources[0].manifest, sources[0].reader
     try:
+        runtime.settle_snapshot()
         runtime.updates.anticipation.clear()
         runtime.flush()
         runtime.zero_grad()
@@ -154,6 +156,12 @@ def _read_open(group: GroupState, opened: OpenTile, reader: CheckpointReader) ->
     for piece in tile_pieces(group, opened.tile):
         for segment, values in segments_of(opened):
             reader.read(piece.slot.name, segment, piece.of_parameter.start, values[piece.of_tile])
+
+
+def segments_of(opened: OpenTile) -> list[tuple[str, torch.Tensor]]:
+    """The state segments of an open tile by name, the weight first."""
+    assert opened.weight is not None
+    return [("weight", opened.weight), *opened.optimizer.items()]
 
 
 def _load_buffers(model: nn.Module, reader: CheckpointReader) -> None:

@@ -5,7 +5,7 @@ A checkpoint is a folder::
     manifest.json        one JSON object, written last: format, parameters by name, optimizer, buffers, extra
     rank-00000.json      the index of a rank's data: for each extent what it holds, where, and its checksum; and the
                          rank's RNG state
-    rank-00000.bin       the data: raw little-endian elements, each extent on its own 4096-byte boundary
+    rank-00000.bin       the data: raw little-endian elements; version 1 has each extent on its own 4096-byte boundary
 
 Each JSON file ends with a checksum of itself, and the manifest lists those of the indexes: files that are damaged, or
 come from different checkpoints, are told by that.
@@ -28,7 +28,7 @@ import xxhash
 from tierzero.errors import CheckpointError
 
 FORMAT = "tierzero-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3"
 

@@ -1,15 +1,19 @@
-"""Writing a checkpoint: every rank streams its shard, tile by tile; one rename makes it all appear."""
+"""Writing a checkpoint: every rank streams its shard through the I/O engine; one rename makes it all appear."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 import os
 import shutil
+import warnings
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from tierzero.checkpoint.agree import together
@@ -18,7 +22,6 @@ from tierzero.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     VERSION,
-    Extent,
     ParameterRecord,
     rank_stem,
     read_json,
@@ -27,12 +30,16 @@ from tierzero.checkpoint.manifest import (
     standing_folder,
     write_json,
 )
-from tierzero.errors import CheckpointError, ConfigError
+from tierzero.checkpoint.writer import RankWriter, sync_path
+from tierzero.errors import CheckpointError, ConfigError, TierZeroError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
-from tierzero.runtime.state import GroupState, Tile, slot_of, tile_pieces
-from tierzero.runtime.tile_io import OpenTile, Parts
-from tierzero.tiers import PAGE, Priority, page_round
+from tierzero.runtime.state import GroupState, slot_of
+from tierzero.tiers import PAGE, Priority
+
+_POLL_S = 0.05
+_PATIENCE_S = 30.0
+"""How long the end of a model waits for other ranks to have written their parts."""
 
 
 def save_checkpoint(
@@ -40,6 +47,8 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     path: str | os.PathLike[str],
     extra: dict[str, Any] | None = None,
+    *,
+    background: bool = False,
 ) -> None:
     """Writes weights, optimizer state, buffers, RNG state and ``extra`` (anything JSON can hold) to the folder
     ``path``; every rank must call it.
@@ -47,38 +56,47 @@ def save_checkpoint(
     The folder appears whole or not at all: data goes to a temporary neighbour, is flushed to the drive, and is
     renamed. An existing checkpoint at ``path`` is replaced at that moment. Memory needed is a few tiles. Raises
     CheckpointError, on every rank, when any rank fails; what stood at ``path`` is then untouched.
+
+    With ``background`` it returns at once and writes the state as of this call while the training goes on; the folder
+    appears when all of it is written. `finish_checkpoint`, or the next save or load, waits for that and raises what
+    failed; `close` waits too.
     """
     runtime = runtime_of(model)
     runtime.require_open()
+    finish_checkpoint(model)
     target = Path(os.path.realpath(path))  # a link to a checkpoint stays one
-    staging = target.with_name(f".{target.name}.partial")
     together(runtime, target, "write it", lambda: _check(runtime, optimizer, extra))
     runtime.flush_to_read()
+    save = _Save(runtime, target, _Content.now(runtime, model, optimizer, extra), background)
     try:
-        together(runtime, target, "write it", lambda: _prepare(runtime, target, staging))
-        together(runtime, target, "write it", lambda: _write_rank(runtime, model, staging))
-        together(runtime, target, "write it", lambda: _seal(runtime, model, optimizer, target, staging, extra))
+        together(runtime, target, "write it", save.prepare)
+        together(runtime, target, "write it", save.begin)
+        if not background:
+            save.finish()
     except BaseException:
-        if runtime.world.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+        save.abandon()
         raise
 
 
+def finish_checkpoint(model: nn.Module) -> None:
+    """Waits until a checkpoint that is written in the background is complete; does nothing without one. Every rank must
+    call it. Raises CheckpointError, on every rank, when it failed on any.
+    """
+    runtime = runtime_of(model)
+    save = runtime.saving
+    if isinstance(save, _Save):
+        try:
+            save.finish()
+        except BaseException:
+            save.abandon()
+            raise
+
+
 def _check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None) -> None:
-    _check_extra(extra)
-    _check_owner(runtime, optimizer)
-
-
-def _check_extra(extra: dict[str, Any] | None) -> None:
-    import json
-
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"save_checkpoint: extra cannot be written as JSON: {error}") from None
-
-
-def _check_owner(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> None:
     for group in optimizer.param_groups if optimizer is not None else ():
         slots = [slot_of(parameter) for parameter in group["params"]]
         if any(slot is None or slot.owner is not runtime for slot in slots):
@@ -88,88 +106,164 @@ def _check_owner(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> N
             )
 
 
-def _prepare(runtime: Runtime, target: Path, staging: Path) -> None:
-    if runtime.world.rank == 0:
-        if standing_folder(target) != target:
-            replaced_folder(target).rename(target)
-        if target.exists() and not (target / MANIFEST).exists():
-            raise CheckpointError(f"checkpoint {target}: something else stands there; choose another path")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+@dataclass(frozen=True)
+class _Content:
+    """All that is saved beside the tiles, as of one moment."""
+
+    manifest: dict[str, Any]
+    buffers: list[tuple[str, torch.Tensor]]
+    """Flattened copies in host memory."""
+    rng: dict[str, str]
+
+    @classmethod
+    def now(
+        cls, runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
+    ) -> _Content:
+        buffers = [
+            (name, buffer.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1))
+            for name, buffer in persistent_buffers(model)
+        ]
+        manifest = _manifest(runtime, model, optimizer, json.loads(json.dumps(extra)))
+        return cls(manifest, buffers if runtime.world.rank == 0 else [], _rng_state(runtime))
 
 
-def _write_rank(runtime: Runtime, model: nn.Module, staging: Path) -> None:
-    stem = rank_stem(runtime.world.rank)
-    data = staging / f"{stem}.bin"
-    with data.open("wb") as file:
-        writer = _Writer(file)
-        divided = runtime.groups()[0].layout.parts > 1 and runtime.world.replica == 0
-        if runtime.world.rank == 0 or divided:
-            for group in runtime.groups():
-                for tile in group.tiles:
-                    runtime.engine.run(_write_tile(runtime, group, tile, writer))
-        if runtime.world.rank == 0:
-            for name, buffer in persistent_buffers(model):
-                writer.add(name, "buffer", 0, buffer.detach().cpu().contiguous().reshape(-1))
-        writer.finish()
-    index = {
-        "extents": [record_as_json(extent) for extent in writer.extents],
-        "rng": _rng_state(runtime),
-        "nbytes": writer.position,
-    }
-    write_json(staging / f"{stem}.json", index)
-    _sync(staging / f"{stem}.json")
+class _Save:
+    """One checkpoint on its way: this rank's part, and on rank 0 the seal."""
 
+    def __init__(self, runtime: Runtime, target: Path, content: _Content, background: bool) -> None:
+        self._runtime, self._target, self._content, self._background = runtime, target, content, background
+        self._staging = target.with_name(f".{target.name}.partial")
+        self._writer: RankWriter | None = None
+        self._written: Future[None] | None = None
+        self._sealed: Future[None] | None = None
 
-class _Writer:
-    """Appends extents to a data file, each at a page boundary, and lets go of page cache and dirty pages as it goes."""
+    def prepare(self) -> None:
+        """On rank 0: the empty temporary folder."""
+        if self._runtime.world.rank == 0:
+            target = self._target
+            if standing_folder(target) != target:
+                replaced_folder(target).rename(target)
+            if target.exists() and not (target / MANIFEST).exists():
+                raise CheckpointError(f"checkpoint {target}: something else stands there; choose another path")
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging.mkdir(parents=True)
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.position = 0
-        self._synced = 0
-        self.extents: list[Extent] = []
+    def begin(self) -> None:
+        """Starts writing this rank's part."""
+        runtime = self._runtime
+        groups = _groups_to_write(runtime)
+        path = self._staging / f"{rank_stem(runtime.world.rank)}.bin"
+        writer = self._writer = RankWriter(runtime.engine, path, groups, self._content.buffers)
+        priority = Priority.WRITE_BACK if self._background else Priority.DEMAND
+        runtime.saving = self
+        copied = runtime.begin_snapshot(groups, writer.receive, priority)
+        self._written = runtime.engine.submit(self._write(copied, writer, priority))
+        if self._background and runtime.world.rank == 0:
+            self._sealed = runtime.engine.submit(self._seal_when_whole(self._written))
 
-    def add(self, parameter: str, segment: str, start: int, values: torch.Tensor) -> None:
-        raw: memoryview = values.view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
-        self._file.write(raw)
-        self._file.write(bytes(page_round(raw.nbytes) - raw.nbytes))
-        digest = xxhash.xxh3_64_hexdigest(raw)
-        self.extents.append(
-            Extent(parameter, segment, start, start + values.numel(), self.position, raw.nbytes, digest)
-        )
-        self.position += page_round(raw.nbytes)
-        if self.position - self._synced >= 64 << 20:
-            self._let_go()
+    async def _write(self, copied: Future[None], writer: RankWriter, priority: Priority) -> None:
+        try:
+            await asyncio.wrap_future(copied)
+            await writer.write_buffers(priority)
+            await self._runtime.engine.call(self._write_index, writer)
+        finally:
+            writer.close()
+
+    def _write_index(self, writer: RankWriter) -> None:
+        """Under its name only when the data it speaks of is on the drive."""
+        writer.sync()
+        path = self._staging / f"{rank_stem(self._runtime.world.rank)}.json"
+        index = {
+            "extents": [record_as_json(extent) for extent in writer.extents],
+            "rng": self._content.rng,
+            "nbytes": writer.nbytes,
+        }
+        unfinished = path.with_suffix(".tmp")
+        write_json(unfinished, index)
+        sync_path(unfinished)
+        unfinished.rename(path)
+
+    async def _seal_when_whole(self, written: Future[None]) -> None:
+        await asyncio.shield(asyncio.wrap_future(written))
+        ranks = range(self._runtime.world.size)
+        while not all((self._staging / f"{rank_stem(rank)}.json").exists() for rank in ranks):
+            await asyncio.sleep(_POLL_S)
+        await self._runtime.engine.call(self._seal)
 
     def finish(self) -> None:
-        self._let_go()
+        """The checkpoint is complete when this returns; every rank must call it."""
+        together(self._runtime, self._target, "write it", self._wait_written)
+        together(self._runtime, self._target, "write it", self._wait_sealed)
+        self._over()
 
-    def _let_go(self) -> None:
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), 0, self.position, os.POSIX_FADV_DONTNEED)
-        self._synced = self.position
+    def _wait_written(self) -> None:
+        assert self._written is not None
+        self._written.result()
+
+    def _wait_sealed(self) -> None:
+        if self._sealed is not None:
+            self._sealed.result()
+        elif self._runtime.world.rank == 0:
+            self._seal()
+
+    def end(self) -> None:
+        """At the end of the model, when other ranks may be gone."""
+        try:
+            self._wait_written()
+            if self._sealed is not None:
+                self._sealed.result(_PATIENCE_S)
+        except (Exception, CancelledError) as error:
+            why = error if isinstance(error, TierZeroError | OSError) else f"{type(error).__name__} {error}"
+            warnings.warn(f"checkpoint {self._target} was not completed: {why}", RuntimeWarning, stacklevel=3)
+            self.abandon()
+        else:
+            self._over()
+
+    def abandon(self) -> None:
+        """Ends the work and removes what it has left; nothing touches the state any more when this returns."""
+        begun = [future for future in (self._sealed, self._written) if future is not None]
+        for future in begun:
+            future.cancel()
+        if self._runtime.saving is self:
+            self._runtime.abandon_snapshot()
+        wait(begun)
+        if self._writer is not None:
+            self._writer.close()
+        self._over()
+        if self._runtime.world.rank == 0:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _over(self) -> None:
+        if self._runtime.saving is self:
+            self._runtime.saving = None
+
+    def _seal(self) -> None:
+        staging, target = self._staging, self._target
+        ranks = range(self._runtime.world.size)
+        indexes = [read_json(staging / f"{rank_stem(rank)}.json", "an index") for rank in ranks]
+        manifest = self._content.manifest | {"indexes": [index[CHECKSUM] for index in indexes]}
+        write_json(staging / MANIFEST, manifest)
+        sync_path(staging / MANIFEST)
+        sync_path(staging)
+        replaced = replaced_folder(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if target.exists():
+            target.rename(replaced)
+        try:
+            staging.rename(target)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(target)
+            raise
+        sync_path(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
-async def _write_tile(runtime: Runtime, group: GroupState, tile: Tile, writer: _Writer) -> None:
-    opened = await runtime.tile_io.open(group, tile, Parts.STATE if group.fmt else Parts.WEIGHT, Priority.DEMAND)
-    try:
-        await runtime.engine.call(_write_open, group, opened, writer)
-    finally:
-        runtime.tile_io.close(opened)
-
-
-def _write_open(group: GroupState, opened: OpenTile, writer: _Writer) -> None:
-    for piece in tile_pieces(group, opened.tile):
-        for segment, values in segments_of(opened):
-            writer.add(piece.slot.name, segment, piece.of_parameter.start, values[piece.of_tile])
-
-
-def segments_of(opened: OpenTile) -> list[tuple[str, torch.Tensor]]:
-    """The state segments of an open tile by name, the weight first."""
-    assert opened.weight is not None
-    return [("weight", opened.weight), *opened.optimizer.items()]
+def _groups_to_write(runtime: Runtime) -> list[GroupState]:
+    """What only this rank has, or rank 0 has as well as others."""
+    groups = runtime.groups()
+    divided = groups[0].layout.parts > 1 and runtime.world.replica == 0
+    return groups if runtime.world.rank == 0 or divided else []
 
 
 def _rng_state(runtime: Runtime) -> dict[str, str]:
@@ -178,35 +272,6 @@ def _rng_state(runtime: Runtime) -> dict[str, str]:
         cuda = torch.cuda.get_rng_state(runtime.device.torch_device)
         state["cuda"] = base64.b64encode(cuda.numpy().tobytes()).decode()
     return state
-
-
-def _seal(
-    runtime: Runtime,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    target: Path,
-    staging: Path,
-    extra: dict[str, Any] | None,
-) -> None:
-    if runtime.world.rank != 0:
-        return
-    indexes = [read_json(staging / f"{rank_stem(rank)}.json", "an index") for rank in range(runtime.world.size)]
-    manifest = _manifest(runtime, model, optimizer, extra) | {"indexes": [index[CHECKSUM] for index in indexes]}
-    write_json(staging / MANIFEST, manifest)
-    _sync(staging / MANIFEST)
-    _sync(staging)
-    replaced = replaced_folder(target)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        target.rename(replaced)
-    try:
-        staging.rename(target)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(target)
-        raise
-    _sync(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _manifest(
@@ -254,11 +319,3 @@ def _optimizer_groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str,
         names = [slot.name for slot in map(slot_of, group["params"]) if slot is not None]
         groups.append({"hyperparameters": values, "parameters": names})
     return groups
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -25,14 +25,22 @@ from tierzero.runtime.forward import SavedWeights
 from tierzero.runtime.gradients import Gradients
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.pending import PendingUpdates
+from tierzero.runtime.snapshot import Receive, Snapshot
 from tierzero.runtime.state import GroupState, SlotState, UnitState, slot_of
 from tierzero.runtime.stats import Counters, Stalls
 from tierzero.runtime.tile_io import TileIO
 from tierzero.runtime.update import Updater
 from tierzero.sharding.collectives import Collectives, World
-from tierzero.tiers import IoEngine, MemoryPool, Tier, TieredStore
+from tierzero.tiers import IoEngine, MemoryPool, Priority, Tier, TieredStore
 
 Overlap = Literal["forward", "backward", "none"]
+
+
+class Unfinished(Protocol):
+    """Work that goes on beside the training."""
+
+    def end(self) -> None:
+        """Finishes it or gives it up, without waiting for other ranks; raises nothing."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,9 @@ class Runtime:
         """What the loss was multiplied with before backward."""
         self.on_step_skipped: Callable[[bool], None] | None = None
         self._closed = False
+        self._snapshot: Snapshot | None = None
+        self.saving: Unfinished | None = None
+        """A checkpoint that is being written beside the training."""
         self.half_loaded: Path | None = None
         """The checkpoint that a load has begun and not ended with."""
         self._step_start = self._step_began = Counters()
@@ -278,6 +289,29 @@ class Runtime:
         self.updates.anticipation.check_dropped(self.slots() if slots is None else slots)
         self.gradients.drop(slots)
 
+    # Checkpoints.
+
+    def begin_snapshot(self, groups: Sequence[GroupState], receive: Receive, priority: Priority) -> Future[None]:
+        """Copies the tiles of ``groups`` as they are now to ``receive``, beside whatever the training does next. The
+        tiers must be up to date (`flush`).
+        """
+        self.settle_snapshot()
+        snapshot = Snapshot(self.engine, self.store, self.device, groups, receive)
+        self._snapshot, self.updater.before_change = snapshot, snapshot.secure
+        return snapshot.begin(priority)
+
+    def settle_snapshot(self) -> None:
+        """Before state is changed other than by an update: waits until a snapshot needs none of it any more."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+            self._snapshot = self.updater.before_change = None
+
+    def abandon_snapshot(self) -> None:
+        """Ends a snapshot that nobody wants any more."""
+        if self._snapshot is not None:
+            self._snapshot.cancel()
+        self.settle_snapshot()
+
     # Bookkeeping.
 
     def counters(self) -> Counters:
@@ -314,6 +348,8 @@ class Runtime:
         """Ends the background work and gives memory and files back. The model cannot be used afterwards."""
         if self._closed:
             return
+        if self.saving is not None:
+            self.saving.end()
         self._closed = True
         with contextlib.suppress(Exception):  # a broken engine has closed what it could
             self.engine.run(self.tile_io.discard_ahead())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,6 +58,8 @@ class Updater:
         self._reserve = FEWEST_STAGING_TILES * staging_tile
         """Bytes of staging that reading ahead leaves free: with so many every update gets on."""
         self._writing: set[asyncio.Task[None]] = set()
+        self.before_change: Callable[[Tile, OpenTile | None], Awaitable[None]] | None = None
+        """Awaited before a tile is updated, with what is in memory of it; see `tierzero.runtime.snapshot`."""
         self.kernel_seconds = 0.0
         self.updated = 0
 
@@ -144,8 +146,9 @@ class Updater:
         if tile.optimizer.tier is Tier.DEVICE and not self._device.is_host:
             return await self._update_on_device(group, tile, spec, segments, destination)
         opened = await self._tile_io.open(group, tile, Parts.ALL, priority)
-        started = time.perf_counter()
         try:
+            await self._secure(tile, opened)
+            started = time.perf_counter()
             await self._engine.call(_run_kernel, group, opened, spec, segments)
             self._tile_io.release_gradient(opened)
             self.kernel_seconds += time.perf_counter() - started
@@ -160,6 +163,10 @@ class Updater:
             raise
         self._write_behind(opened, events)
         return events
+
+    async def _secure(self, tile: Tile, opened: OpenTile | None) -> None:
+        if self.before_change is not None:
+            await self.before_change(tile, opened)
 
     def _write_behind(self, opened: OpenTile, events: list[Event]) -> None:
         """Starts the write-back. It begins before anything else of the loop, and so before whoever waits for this
@@ -180,6 +187,7 @@ class Updater:
         """State in device memory is updated there, by PyTorch operations of the same arithmetic."""
         assert tile.optimizer is not None
         assert group.fmt is not None
+        await self._secure(tile, None)
         if destination is not None:
             self._device.wait(destination.after)
         numel = tile.span.numel

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from tierzero.tiers.directory import TierDirectory, free_bytes
 from tierzero.tiers.engine import IoEngine, Priority, Request
+from tierzero.tiers.file import Direct, Piece
+from tierzero.tiers.flat_file import FlatFile
 from tierzero.tiers.memory import PAGE, Allocator, Buffer, HostAllocator, MemoryPool, page_round
 from tierzero.tiers.objects import Extent, Lease, Residency, StoredObject
 from tierzero.tiers.store import TieredStore
-from tierzero.tiers.striped_file import Direct, Piece, StripedFile
+from tierzero.tiers.striped_file import StripedFile
 from tierzero.tiers.tier import Tier
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Buffer",
     "Direct",
     "Extent",
+    "FlatFile",
     "HostAllocator",
     "IoEngine",
     "Lease",

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 from tierzero.errors import TierError
 from tierzero.tiers.executor import Priority, PriorityExecutor, Request
 from tierzero.tiers.faults import first_cause, no_progress, transfer_error
+from tierzero.tiers.file import Piece, TransferFile
 from tierzero.tiers.interrupts import held_back
 from tierzero.tiers.memory import PAGE
-from tierzero.tiers.striped_file import Piece, StripedFile
 from tierzero.tiers.transfer import Fault, Traffic, read_some, write_some
 
 __all__ = ["IoEngine", "Priority", "Request"]
@@ -50,6 +50,8 @@ class IoEngine:
         """The first failure of a task that was started with `spawn`, or the first interrupt of a `whole` section."""
         self._reads = Traffic()
         self._writes = Traffic()
+        self._other = Traffic()
+        """Of files that are no tiers, both ways."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closing = False
@@ -68,12 +70,12 @@ class IoEngine:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read since the start."""
+        """Bytes read from tier files since the start."""
         return self._reads.nbytes
 
     @property
     def write_bytes(self) -> int:
-        """Bytes written since the start."""
+        """Bytes written to tier files since the start."""
         return self._writes.nbytes
 
     @property
@@ -178,7 +180,7 @@ class IoEngine:
         return value
 
     async def read(
-        self, file: StripedFile, offset: int, dest: memoryview, priority: Priority, request: Request | None = None
+        self, file: TransferFile, offset: int, dest: memoryview, priority: Priority, request: Request | None = None
     ) -> None:
         """Fills ``dest`` from ``offset`` of the file (both in bytes, multiples of `PAGE`, ``dest`` page-aligned).
 
@@ -187,7 +189,7 @@ class IoEngine:
         await self._transfer("read", file, offset, dest, request or Request(priority))
 
     async def write(
-        self, file: StripedFile, offset: int, src: memoryview, priority: Priority, request: Request | None = None
+        self, file: TransferFile, offset: int, src: memoryview, priority: Priority, request: Request | None = None
     ) -> None:
         """Writes ``src`` at ``offset`` of the file; as `read`. ``src`` must not change before the end."""
         await self._transfer("write", file, offset, src, request or Request(priority))
@@ -261,7 +263,7 @@ class IoEngine:
             lane = self._lanes[path] = PriorityExecutor(self.queue_depth, f"tierzero-{path.parent.name}")
         return lane
 
-    async def _transfer(self, op: str, file: StripedFile, offset: int, memory: memoryview, request: Request) -> None:
+    async def _transfer(self, op: str, file: TransferFile, offset: int, memory: memoryview, request: Request) -> None:
         memory = memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")
         if any(file.direct) and (offset % PAGE or len(memory) % PAGE):
             raise ValueError(f"{op} of {len(memory)} bytes at offset {offset}: both must be multiples of {PAGE}")
@@ -279,11 +281,12 @@ class IoEngine:
         if errors:
             raise first_cause(errors)
 
-    async def _move(self, op: str, file: StripedFile, piece: Piece, memory: memoryview, request: Request) -> None:
+    async def _move(self, op: str, file: TransferFile, piece: Piece, memory: memoryview, request: Request) -> None:
         """One piece, until all of it is done: a system call may do less than it was asked."""
         index, done, stuck = piece.path_index, 0, 0
-        ticket = self._lane(file.paths[index]).ticket(request)
+        ticket = self._lane(file.lanes[index]).ticket(request)
         traffic, step = (self._reads, read_some) if op == "read" else (self._writes, write_some)
+        traffic = traffic if file.is_tier else self._other
         while done < piece.nbytes:
             try:
                 moved = await step(

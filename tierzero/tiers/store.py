@@ -16,9 +16,10 @@ from tierzero.tiers.drive_rate import measured_shares
 from tierzero.tiers.engine import IoEngine
 from tierzero.tiers.executor import Priority, Request
 from tierzero.tiers.faults import first_cause
+from tierzero.tiers.file import Direct
 from tierzero.tiers.memory import MemoryPool, page_round
 from tierzero.tiers.objects import Extent, Lease, Residency, StoredObject, claim, layout, runs
-from tierzero.tiers.striped_file import Direct, StripedFile
+from tierzero.tiers.striped_file import StripedFile
 from tierzero.tiers.tier import Tier
 
 __all__ = ["Extent", "Lease", "Residency", "StoredObject", "TieredStore"]
@@ -111,16 +112,8 @@ class TieredStore:
         file, starts = self._prepare(objects, dest)
         await _settled(objects)
         claim(objects, Residency.PAGING_IN)
-        request = request or Request(priority)
         try:
-            await _all(
-                [
-                    self.engine.read(file, extent.offset, dest[start : start + extent.nbytes], priority, request)
-                    for start, extent in runs(objects, starts)
-                ]
-            )
-            if self._verify:
-                await self._check_digests(file, objects, starts, dest)
+            await self._read(file, objects, starts, dest, request or Request(priority))
         except BaseException:
             for stored in objects:
                 stored._move(Residency.AT_HOME)
@@ -128,6 +121,16 @@ class TieredStore:
         for stored in objects:
             stored._move(Residency.RESIDENT)
         return Lease(objects, dest)
+
+    async def peek(self, objects: Sequence[StoredObject], dest: memoryview, priority: Priority) -> None:
+        """Reads nvme objects into ``dest`` as `page_in` does, without a lease. Whoever calls it sees to it that nobody
+        writes to them meanwhile; RuntimeError where somebody does now. Raises TierError when a read fails.
+        """
+        file, starts = self._prepare(objects, dest)
+        for stored in objects:
+            if stored.residency in (Residency.DIRTY, Residency.PAGING_OUT):
+                raise RuntimeError(f"{stored.name!r} is {stored.residency.name}: its file is not to be read now")
+        await self._read(file, objects, starts, dest, Request(priority))
 
     async def page_out(self, lease: Lease, priority: Priority, request: Request | None = None) -> None:
         """Writes a dirty lease's objects home; the lease is then over and its memory the caller's again.
@@ -222,6 +225,23 @@ class TieredStore:
         if memory.nbytes < total:
             raise ValueError(f"{objects[0].name!r} and what follows need {total} bytes of memory, got {memory.nbytes}")
         return self.file, starts
+
+    async def _read(
+        self,
+        file: StripedFile,
+        objects: Sequence[StoredObject],
+        starts: Sequence[int],
+        dest: memoryview,
+        request: Request,
+    ) -> None:
+        await _all(
+            [
+                self.engine.read(file, extent.offset, dest[start : start + extent.nbytes], request.priority, request)
+                for start, extent in runs(objects, starts)
+            ]
+        )
+        if self._verify:
+            await self._check_digests(file, objects, starts, dest)
 
     async def _write_home(
         self, objects: Sequence[StoredObject], memory: memoryview, priority: Priority, request: Request | None

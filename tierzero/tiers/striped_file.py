@@ -9,32 +9,17 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from tierzero.errors import BudgetError, ConfigError, TierError
 from tierzero.tiers.directory import TierDirectory
+from tierzero.tiers.file import SYNC_EVERY, Direct, Piece
 from tierzero.tiers.memory import PAGE, page_round
 from tierzero.tiers.stripes import StripePattern, equal_shares
 
-Direct = Literal["auto"] | bool
-
 _NAME = "state"
-_SYNC_EVERY = 256 << 20
-"""Bytes written through the page cache between two flushes: what a buffered tier file may hold in it."""
 
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Part of a request that lies in one file: ``nbytes`` at ``file_offset``, and ``start`` bytes into the request."""
-
-    path_index: int
-    file_offset: int
-    start: int
-    nbytes: int
 
 
 class _Stripe:
@@ -57,6 +42,9 @@ class StripedFile:
     where the file system takes it and warns once where not; True raises ConfigError where not; False never uses it.
     Raises BudgetError when ``limit`` or the free space of the paths is too small, before any file is made.
     """
+
+    is_tier = True
+    room_advice = "free space there, add a path to tiers.nvme or place less on nvme"
 
     def __init__(
         self,
@@ -96,6 +84,11 @@ class StripedFile:
     def paths(self) -> tuple[Path, ...]:
         """The files, in the order of their index."""
         return tuple(stripe.path for stripe in self._stripes)
+
+    @property
+    def lanes(self) -> tuple[Path, ...]:
+        """Every file has one of its own."""
+        return self.paths
 
     @property
     def direct(self) -> tuple[bool, ...]:
@@ -143,7 +136,7 @@ class StripedFile:
         if written:
             with self._idle:
                 stripe.unsynced += nbytes
-                flush = stripe.unsynced >= _SYNC_EVERY
+                flush = stripe.unsynced >= SYNC_EVERY
                 if flush:
                     stripe.unsynced = 0
             if flush:

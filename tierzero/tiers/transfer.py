@@ -14,7 +14,7 @@ from aiofiles.ospath import wrap
 
 from tierzero.tiers.executor import Request
 from tierzero.tiers.faults import AbandonedError
-from tierzero.tiers.striped_file import StripedFile
+from tierzero.tiers.file import TransferFile
 
 Fault = Callable[[str, Path, int, int], None]
 """(operation, path, offset in that file, bytes): called on the worker before each system call; may sleep or raise."""
@@ -59,7 +59,7 @@ def _system_call(
     op: str,
     fault: Fault | None,
     traffic: Traffic,
-    file: StripedFile,
+    file: TransferFile,
     path_index: int,
     memory: memoryview,
     offset: int,

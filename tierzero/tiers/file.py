@@ -1,0 +1,56 @@
+"""What the I/O engine needs of a file."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+Direct = Literal["auto"] | bool
+
+SYNC_EVERY = 256 << 20
+"""Bytes written through the page cache between two flushes: what a buffered file may hold in it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a request that lies in one file: ``nbytes`` at ``file_offset``, and ``start`` bytes into the request."""
+
+    path_index: int
+    file_offset: int
+    start: int
+    nbytes: int
+
+
+class TransferFile(Protocol):
+    """One logical file over one or several real ones. Offsets and sizes are in bytes."""
+
+    is_tier: bool
+    """Its traffic is that of the tiers, which a step's figures show."""
+    room_advice: str
+    """What to do when there is no room for it."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The real files, in the order of their index."""
+
+    @property
+    def lanes(self) -> tuple[Path, ...]:
+        """For each real file the queue of requests that it shares with others of the same lane."""
+
+    @property
+    def direct(self) -> tuple[bool, ...]:
+        """For each real file whether it bypasses the page cache."""
+
+    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+        """Cuts a request into parts that lie in one real file each. Raises ValueError outside the file."""
+
+    def using(self, path_index: int) -> AbstractContextManager[int]:
+        """The descriptor of a real file for one system call. Raises TierError after the file was closed."""
+
+    def drop_cache(self, path_index: int, fd: int, offset: int, nbytes: int, *, written: bool) -> None:
+        """Keeps buffered I/O from filling the page cache; nothing to do with O_DIRECT."""
+
+    def free_bytes(self, path_index: int) -> int:
+        """Free space of the file system that the real file lies on."""

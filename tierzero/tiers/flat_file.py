@@ -1,0 +1,134 @@
+"""An ordinary file that the I/O engine writes or reads: a checkpoint's data."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from tierzero.errors import TierError
+from tierzero.tiers.directory import free_bytes
+from tierzero.tiers.file import SYNC_EVERY, Piece
+from tierzero.tiers.memory import PAGE
+
+_NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
+_BLOCK = 8 << 20
+"""Bytes of a request."""
+_LANE = Path("files")
+
+
+class FlatFile:
+    """``nbytes`` in one file, past the page cache where its file system allows. Make one with `create` or `open`."""
+
+    is_tier = False
+    room_advice = "free space there or choose another folder"
+
+    def __init__(self, path: Path, fd: int, nbytes: int, direct: bool) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.direct = (direct,)
+        self._fd = fd
+        self._closed = False
+        self._users = 0
+        self._unsynced = 0
+        self._idle = threading.Condition()
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int) -> FlatFile:
+        """A new file whose ``nbytes`` (whole pages) are reserved at once, so that a full disk is met here. OSError."""
+        fd, direct = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            if nbytes:
+                _reserve(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            path.unlink()
+            raise
+        return cls(path, fd, nbytes, direct)
+
+    @classmethod
+    def open(cls, path: Path) -> FlatFile:
+        """An existing file, for reading. OSError."""
+        nbytes = path.stat().st_size
+        # The end of a file that is no whole page cannot be read with O_DIRECT.
+        fd, direct = _opened(path, os.O_RDONLY) if nbytes % PAGE == 0 else (os.open(path, os.O_RDONLY), False)
+        return cls(path, fd, nbytes, direct)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    @property
+    def lanes(self) -> tuple[Path, ...]:
+        return (_LANE,)
+
+    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} lie outside {self.path} of {self.nbytes} bytes")
+        return [Piece(0, offset + start, start, min(_BLOCK, nbytes - start)) for start in range(0, nbytes, _BLOCK)]
+
+    @contextlib.contextmanager
+    def using(self, path_index: int) -> Iterator[int]:
+        with self._idle:
+            if self._closed:
+                raise TierError(f"{self.path} is closed")
+            self._users += 1
+        try:
+            yield self._fd
+        finally:
+            with self._idle:
+                self._users -= 1
+                self._idle.notify_all()
+
+    def drop_cache(self, path_index: int, fd: int, offset: int, nbytes: int, *, written: bool) -> None:
+        if self.direct[0]:
+            return
+        if written:
+            with self._idle:
+                self._unsynced += nbytes
+                flush = self._unsynced >= SYNC_EVERY
+                self._unsynced = 0 if flush else self._unsynced
+            if flush:
+                os.fdatasync(fd)  # pages that are still dirty cannot be dropped
+                offset = nbytes = 0  # the whole file
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def free_bytes(self, path_index: int) -> int:
+        return free_bytes(self.path.parent)
+
+    def sync(self) -> None:
+        """What was written is on the drive when this returns. OSError."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """After the system calls that are using it. Safe to call twice."""
+        with self._idle:
+            first, self._closed = not self._closed, True
+            while self._users:
+                self._idle.wait()
+        if first:
+            os.close(self._fd)
+
+
+def _opened(path: Path, flags: int) -> tuple[int, bool]:
+    """(descriptor, whether with O_DIRECT)."""
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o666), True
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        if flags & os.O_EXCL:
+            path.unlink(missing_ok=True)
+        return os.open(path, flags | os.O_CLOEXEC, 0o666), False
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        os.ftruncate(fd, nbytes)  # a file system without preallocation
