@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,14 @@ from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.manifest import read_manifest, standing_folder
 from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.checkpoint.save import finish_checkpoint
+from tierzero.checkpoint.streaming import ExtentStream
 from tierzero.errors import CheckpointError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
-from tierzero.runtime.state import GroupState, Tile, slot_of, tile_pieces
-from tierzero.runtime.tile_io import OpenTile, Parts
+from tierzero.runtime.state import GroupState, Tile, slot_of
+from tierzero.runtime.tile_io import Parts, all_or_first_error
+
+_TILES_AT_ONCE = 4
 
 
 def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]) -> Any:
@@ -90,8 +93,11 @@ def _check_extents(runtime: Runtime, reader: CheckpointReader) -> None:
 def _load_state(runtime: Runtime, model: nn.Module, reader: CheckpointReader) -> None:
     for group in runtime.groups():
         group.version += 1
-        for tile in group.tiles:
-            runtime.engine.run(_load_tile(runtime, group, tile, reader))
+    stream = ExtentStream(runtime.engine, reader)
+    try:
+        runtime.engine.run(_load_tiles(runtime, stream))
+    finally:
+        stream.close()
     _load_buffers(model, reader)
 
 
@@ -144,24 +150,17 @@ def _load_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[s
             group[key] = tuple(value) if isinstance(value, list) else value
 
 
-async def _load_tile(runtime: Runtime, group: GroupState, tile: Tile, reader: CheckpointReader) -> None:
-    parts = Parts.STATE if group.fmt else Parts.WEIGHT
-    async with runtime.tile_io.fresh(group, tile, parts) as opened:
-        await runtime.engine.call(_read_open, group, opened, reader)
+async def _load_tiles(runtime: Runtime, stream: ExtentStream) -> None:
+    tiles = iter([(group, tile) for group in runtime.groups() for tile in group.tiles])
+    await all_or_first_error([_load_next(runtime, stream, tiles) for _ in range(_TILES_AT_ONCE)])
 
 
-def _read_open(group: GroupState, opened: OpenTile, reader: CheckpointReader) -> None:
-    for _, values in segments_of(opened):
-        values.zero_()
-    for piece in tile_pieces(group, opened.tile):
-        for segment, values in segments_of(opened):
-            reader.read(piece.slot.name, segment, piece.of_parameter.start, values[piece.of_tile])
-
-
-def segments_of(opened: OpenTile) -> list[tuple[str, torch.Tensor]]:
-    """The state segments of an open tile by name, the weight first."""
-    assert opened.weight is not None
-    return [("weight", opened.weight), *opened.optimizer.items()]
+async def _load_next(runtime: Runtime, stream: ExtentStream, tiles: Iterator[tuple[GroupState, Tile]]) -> None:
+    for group, tile in tiles:
+        async with runtime.tile_io.fresh(group, tile, Parts.STATE if group.fmt else Parts.WEIGHT) as opened:
+            for _, values in opened.segments():
+                values.zero_()
+            await stream.fill(opened)
 
 
 def _load_buffers(model: nn.Module, reader: CheckpointReader) -> None:

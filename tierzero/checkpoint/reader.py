@@ -90,11 +90,7 @@ class CheckpointReader:
             return self._last[1]
         rank.file.seek(extent.offset)
         raw = rank.file.read(extent.nbytes)
-        if len(raw) != extent.nbytes or xxhash.xxh3_64_hexdigest(raw) != extent.xxh3:
-            raise CheckpointError(
-                f"{rank.path}: {extent.segment} of parameter {extent.parameter!r} at byte {extent.offset:,} does not "
-                f"match its checksum: the file is damaged"
-            )
+        verified(raw, extent, rank)
         os.posix_fadvise(rank.file.fileno(), extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
         self._last = (extent, raw)
         return raw
@@ -102,3 +98,12 @@ class CheckpointReader:
     def close(self) -> None:
         for rank in self.ranks:
             rank.file.close()
+
+
+def verified(raw: bytes | memoryview, extent: Extent, rank: RankFile) -> None:
+    """Raises CheckpointError unless ``raw`` is what was written as ``extent``."""
+    if len(raw) != extent.nbytes or xxhash.xxh3_64_hexdigest(raw) != extent.xxh3:
+        raise CheckpointError(
+            f"{rank.path}: {extent.segment} of parameter {extent.parameter!r} at byte {extent.offset:,} does not "
+            f"match its checksum: the file is damaged"
+        )

@@ -44,6 +44,7 @@ class OpenTile:
     The views belong to the opener until `TileIO.close` or `TileIO.write_back` is called.
     """
 
+    group: GroupState
     tile: Tile
     weight: torch.Tensor | None = None
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -55,6 +56,11 @@ class OpenTile:
     """Of a gradient that was paged in: read only."""
     mirrors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(device memory, staged copy) of homes on a device that the host cannot address."""
+
+    def segments(self) -> list[tuple[str, torch.Tensor]]:
+        """Its state by segment, the weight first."""
+        assert self.weight is not None
+        return [("weight", self.weight), *self.optimizer.items()]
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class TileIO:
             self.close(opened)
             opened = None
         missing = staged if opened is None else [(kind, home) for kind, home in staged if not _is_ahead(kind, home)]
-        opened = opened or OpenTile(tile)
+        opened = opened or OpenTile(group, tile)
         if staged and opened.staging is None:
             opened.staging = await self._acquire(sum(page_round(home.nbytes) for _, home in staged))
         try:
@@ -116,7 +122,7 @@ class TileIO:
             self._bind(group, opened, kind, home, places.get(id(home)))
         return opened
 
-    def read_ahead(self, tile: Tile, reserve: int) -> bool:
+    def read_ahead(self, group: GroupState, tile: Tile, reserve: int) -> bool:
         """On the loop: begins to read what of the tile's state lies on nvme, laid out as for the whole tile. False when
         ``reserve`` bytes would not be left free.
         """
@@ -132,7 +138,7 @@ class TileIO:
         self.room.change(holding=1)
         request = Request(Priority.WRITE_BACK)  # after all that is more urgent
         places = self._lay_out([home for _, home in staged])
-        work = self._read_ahead(OpenTile(tile, staging=buffer), state, places, request)
+        work = self._read_ahead(OpenTile(group, tile, staging=buffer), state, places, request)
         self._ahead[id(tile)] = _Ahead(self._store.engine.spawn(work), request)
         return True
 
@@ -204,7 +210,7 @@ class TileIO:
             await self.discard_ahead(tile)
             homes = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
             staged = [home for _, home in homes if not self._addressable(home)]
-            opened = OpenTile(tile)
+            opened = OpenTile(group, tile)
             if staged:
                 opened.staging = await self._acquire(sum(page_round(home.nbytes) for home in staged))
             try:

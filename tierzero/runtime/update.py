@@ -110,7 +110,7 @@ class Updater:
     async def _read_ahead(self, groups: Sequence[GroupState]) -> None:
         for group in groups:
             for tile in group.tiles if group.fmt is not None else ():
-                if not self._tile_io.read_ahead(tile, self._reserve):
+                if not self._tile_io.read_ahead(group, tile, self._reserve):
                     return
 
     async def drain(self) -> None:

@@ -1,0 +1,113 @@
+"""Tiles filled from a checkpoint through the I/O engine: whole extents are read in few requests, several tiles at once,
+and verified before anything of them is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tierzero.checkpoint.manifest import Extent
+from tierzero.checkpoint.reader import CheckpointReader, RankFile, verified
+from tierzero.runtime.state import tile_pieces
+from tierzero.runtime.tile_io import OpenTile, all_or_first_error
+from tierzero.tiers import FlatFile, HostAllocator, IoEngine, MemoryPool, Priority, Tier, page_round
+from tierzero.tiers.memory import PAGE
+
+_REQUEST = 8 << 20
+"""Bytes that neighbouring extents are read in at once."""
+_MEMORY = 64 << 20
+"""Bytes that may be in flight, if that is the largest extent at least."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements of an extent, from ``first`` on, that belong in ``into``."""
+
+    extent: Extent
+    rank: RankFile
+    first: int
+    into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Parts whose extents are neighbours in a file, in order: bytes ``[start, stop)``, whole pages."""
+
+    rank: RankFile
+    start: int
+    stop: int
+    parts: list[_Part]
+
+
+class ExtentStream:
+    """Fills open tiles from ``reader``'s files. Its coroutines run on the engine's loop; `close` when all is done."""
+
+    def __init__(self, engine: IoEngine, reader: CheckpointReader) -> None:
+        self._engine, self._reader = engine, reader
+        largest = max((extent.nbytes for entries in reader.by_segment.values() for extent, _ in entries), default=0)
+        self._memory = MemoryPool(Tier.HOST, max(_MEMORY, page_round(largest) + PAGE), HostAllocator())
+        self._files: dict[Path, FlatFile] = {}
+        self._open = ExitStack()
+
+    async def fill(self, opened: OpenTile) -> None:
+        """Every parameter's part of the tile. Raises TierError when a read fails, CheckpointError for damage."""
+        await all_or_first_error([self._read(run) for run in _runs(self._parts_of(opened))])
+
+    def close(self) -> None:
+        self._open.close()
+        self._memory.close()
+
+    def _parts_of(self, opened: OpenTile) -> Iterator[_Part]:
+        for piece in tile_pieces(opened.group, opened.tile):
+            for segment, values in opened.segments():
+                wanted, start = values[piece.of_tile], piece.of_parameter.start
+                for extent, rank in self._reader.by_segment[(piece.slot.name, segment)]:
+                    first, last = max(start, extent.start), min(start + wanted.numel(), extent.stop)
+                    if first < last:
+                        yield _Part(extent, rank, first - extent.start, wanted[first - start : last - start])
+
+    async def _read(self, run: _Run) -> None:
+        file = self._file(run.rank)
+        stop = min(run.stop, file.nbytes)
+        buffer = await self._memory.acquire(run.stop - run.start)
+        try:
+            await self._engine.read(file, run.start, buffer.memory(0, stop - run.start), Priority.DEMAND)
+            await self._engine.call(_take, run, buffer.memory(0, run.stop - run.start))
+        finally:
+            self._memory.release(buffer)
+
+    def _file(self, rank: RankFile) -> FlatFile:
+        if rank.path not in self._files:
+            file = self._files[rank.path] = FlatFile.open(rank.path)
+            self._open.callback(file.close)
+        return self._files[rank.path]
+
+
+def _runs(parts: Iterator[_Part]) -> list[_Run]:
+    found: list[_Run] = []
+    for part in sorted(parts, key=lambda part: (part.rank.path, part.extent.offset)):
+        start = part.extent.offset // PAGE * PAGE
+        stop = page_round(part.extent.offset + part.extent.nbytes)
+        last = found[-1] if found else None
+        near = last is not None and last.rank is part.rank and start <= last.stop + PAGE
+        if last is not None and near and stop - last.start <= _REQUEST:
+            found[-1] = _Run(last.rank, last.start, max(last.stop, stop), [*last.parts, part])
+        else:
+            found.append(_Run(part.rank, start, stop, [part]))
+    return found
+
+
+def _take(run: _Run, memory: memoryview) -> None:
+    known: Extent | None = None
+    for part in run.parts:
+        begin = part.extent.offset - run.start
+        raw = memory[begin : begin + part.extent.nbytes]
+        if part.extent is not known:
+            verified(raw, part.extent, part.rank)
+            known = part.extent
+        skip = part.first * part.into.element_size()
+        part.into.view(torch.uint8).copy_(torch.frombuffer(raw[skip : skip + part.into.nbytes], dtype=torch.uint8))
