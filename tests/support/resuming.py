@@ -67,9 +67,9 @@ class Run:
             losses.append(loss.item())
         return losses
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, background: bool = False) -> None:
         extra = {"step": self.step, "scheduler": self.scheduler.state_dict()}
-        tz.save_checkpoint(self.model, self.optimizer, path, extra=extra)
+        tz.save_checkpoint(self.model, self.optimizer, path, extra=extra, background=background)
 
     def load(self, path: Path) -> None:
         extra = tz.load_checkpoint(self.model, self.optimizer, path)
@@ -87,9 +87,9 @@ class Run:
 
 
 @contextmanager
-def running(settings: tz.Config, seed: int = 0, units: Any = UNITS) -> Iterator[Run]:
+def running(settings: tz.Config, seed: int = 0, units: Any = UNITS, **options: Any) -> Iterator[Run]:
     torch.manual_seed(seed)
-    with sharded(Dropping().train(), settings, units) as model:
+    with sharded(Dropping().train(), settings, units, **options) as model:
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2]},

@@ -1,6 +1,6 @@
 """The state of all tiles as of one moment, copied out while the training goes on.
 
-Two parties copy: workers that go through the tiles in order, and whoever is about to change a tile, who hands over
+Two parties copy: workers that go through the tiles, and whoever is about to change a tile, who hands over
 first what he has in memory. So an update waits for its own tile at most, and a tile that it has paged in anyway is not
 read a second time. Between the moment and a tile's first change nobody writes to it, neither in memory nor in its
 file, which is why workers may read without holding anything.
@@ -122,7 +122,9 @@ class Snapshot:
         await self._copy(entry, opened, Priority.DEMAND)
 
     async def _run(self, priority: Priority) -> None:
-        entries = iter(self._entries.values())
+        # Updates come in the order of the forward: beside a training, workers begin at the other end.
+        in_order = list(self._entries.values())
+        entries = iter(in_order if priority is Priority.DEMAND else reversed(in_order))
         try:
             await all_or_first_error([self._work(entries, priority) for _ in range(_WORKERS)])
             for entry in self._entries.values():
