@@ -205,6 +205,68 @@ def test_recompute_on_two_ranks_changes_no_bit(tmp_path: Path, two_ranks: RankPo
     two_ranks.run(checkpointed_ranks, str(tmp_path))
 
 
+class Reused(nn.Module):
+    """Blocks called in ``order``, each under reentrant checkpointing: a gradient arrives for every use."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index in self.order:
+            found: torch.Tensor = checkpoint(self.blocks[index], x, use_reentrant=True)
+            x = found
+        return self.last(x)
+
+
+def two_forwards(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return regression(model, 100 * step, rank) + regression(model, 100 * step + 1, rank)
+
+
+REUSED = {
+    "first": Case(lambda: Reused((0, 0, 1)), regression, ("blocks.*",), clip=0.5),
+    "last": Case(lambda: Reused((0, 1, 1)), regression, ("blocks.*",), clip=0.5),
+    "two forwards": Case(lambda: Reused((0, 1)), two_forwards, ("blocks.*",), clip=0.5),
+}
+
+
+def reused_on_ranks(rank: int, size: int, name: str, nvme: str) -> None:
+    for stage in range(4):
+        for floor in (0, 1000):
+            settings = config(Path(nvme), "host", sharding={"stage": stage, "min_unit": floor})
+            found = train_sharded(REUSED[name], settings, rank, size)
+            assert_close(found, train_plain(REUSED[name], size), tolerance=5e-5)
+
+
+@pytest.mark.parametrize("name", REUSED)
+def test_blocks_used_twice_under_reentrant_checkpointing(name: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(reused_on_ranks, name, str(tmp_path))
+    assert_close(train_sharded(REUSED[name], config(tmp_path)), train_plain(REUSED[name]))
+
+
+class SelfAttention(nn.Module):
+    """One tensor in three places of a unit's arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.attention = nn.MultiheadAttention(DIM, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)[None]
+        return self.last(x + self.attention(x, x, value=x)[0])[0]
+
+
+@pytest.mark.parametrize("recompute", ["unit", "sqrt", 2])
+def test_what_was_one_argument_is_one_again(recompute: str | int, tmp_path: Path) -> None:
+    given = Case(SelfAttention, regression, (nn.MultiheadAttention,), eps=1e-4)
+    found = train_sharded(given, config(tmp_path, activations={"recompute": recompute}))
+    assert_close(found, train_plain(given))
+
+
 class Sectioned(nn.Module):
     """Checkpoints several units in one go; the last of each section unpacks its weight before its input, as a layer
     without bias does, and with that input all the section is run again.

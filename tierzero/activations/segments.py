@@ -55,7 +55,7 @@ class Segments:
             begun, found = tail.segment(), tail.links(leaves)
             if begun is not None and found:
                 segment, links = begun, found
-        kept = [None if index in links else _without_graph(leaf) for index, leaf in enumerate(leaves)]
+        kept = [None if index in links else leaf for index, leaf in enumerate(once_each(_without_graph, leaves))]
         call = _Call(unit, kept, spec, links, [version_of(leaf) for leaf in kept], _Surroundings.now(leaves))
         output = segment.run(call, args, kwargs)
         self._tail = _Tail(position, weakref.ref(segment), [_Output.of(leaf) for leaf in tree_flatten(output)[0]])
@@ -152,6 +152,14 @@ class _Call:
 def version_of(leaf: Any) -> int:
     """How often a tensor was changed in place; the same number always for what does not count."""
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else -1
+
+
+def once_each(make: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+    """``make`` of each value, and the same of one that is there several times: self-attention, for one, looks whether
+    its query is its key.
+    """
+    made = {key: make(value) for key, value in {id(value): value for value in values}.items()}
+    return [made[id(value)] for value in values]
 
 
 def _without_graph(leaf: Any) -> Any:
@@ -276,9 +284,10 @@ class _Segment:
 def _run_again(call: _Call, outputs: Sequence[Any]) -> list[Any]:
     if [version_of(leaf) for leaf in call.leaves] != call.versions:
         raise input_was_changed()
-    leaves = [_as_computed(leaf) for leaf in call.leaves]
+    leaves = once_each(_as_computed, call.leaves)
+    linked = {output: _as_computed(_without_graph(outputs[output])) for output in set(call.links.values())}
     for index, output in call.links.items():
-        leaves[index] = _as_computed(_without_graph(outputs[output]))
+        leaves[index] = linked[output]
     args, kwargs = tree_unflatten(leaves, call.spec)
     with call.surroundings.again():
         return tree_flatten(call.unit(*args, **kwargs))[0]

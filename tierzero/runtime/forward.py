@@ -247,7 +247,16 @@ def recomputed_alone(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Keeps only the arguments. Raises RuntimeError where the unit changes one of them."""
     leaves = tree_flatten((args, kwargs))[0]
     before = [version_of(leaf) for leaf in leaves]
-    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+    values = [*args, *kwargs.values()]
+    distinct = list({id(value): value for value in values}.values())
+
+    def again(*given: Any) -> Any:
+        # Checkpointing hands each argument back as an object of its own.
+        found = {id(value): it for value, it in zip(distinct, given, strict=True)}
+        found_args, named = [found[id(v)] for v in args], {name: found[id(v)] for name, v in kwargs.items()}
+        return run(*found_args, **named)
+
+    output = checkpoint(again, *distinct, use_reentrant=False)
     if [version_of(leaf) for leaf in leaves] != before:
         raise input_was_changed()
     return output

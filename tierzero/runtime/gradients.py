@@ -34,13 +34,23 @@ from tierzero.tiers.interrupts import held_back
 _WORTH_THREADS = 256 * 1024
 """Elements of a gradient from which on it is added by several threads."""
 
+_USED, _LATE = 1, 2
+
 
 @dataclass
 class _UnitArrivals:
+    """A unit's gradients in one backward. ``arrived`` are parameters, not gradients: reentrant checkpointing delivers
+    one for each use of a parameter, some of them after the unit was complete and dispatched (late ones).
+    """
+
     expected: int
-    count: int = 0
+    arrived: set[SlotState] = field(default_factory=set)
     dispatched: bool = False
     buckets: dict[int, Bucket] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == self.expected
 
 
 class Gradients:
@@ -99,9 +109,10 @@ class Gradients:
         else:
             self._collect(slot, values)
         state = self._arrivals[unit.index]
-        state.count += 1
-        if state.count == state.expected:
-            self._complete(unit)
+        if slot not in state.arrived:
+            state.arrived.add(slot)
+            if state.complete:
+                self._complete(unit)
 
     def _is_direct(self, group: GroupState) -> bool:
         return self._collectives is None and self._device.is_host and self._whole[id(group)] is not None
@@ -137,7 +148,8 @@ class Gradients:
         state = self._arrivals[group.unit.index]
         found = state.buckets.get(group.index)
         if found is None:
-            self._settle(group.unit.index)
+            if group.keeps_whole("gradient") or not state.dispatched:
+                self._settle(group.unit.index)  # a late one must not wait for ranks that have not come as far
             while (found := self._new_bucket(group, state)) is None:
                 self._make_room(group)
         return found
@@ -178,7 +190,7 @@ class Gradients:
         while self._next < len(self._order):
             index = self._order[self._next]
             state = self._arrivals[index]
-            if not state.dispatched and state.count < state.expected:
+            if not state.dispatched and not state.complete:
                 return
             if not state.dispatched:
                 self._dispatch(self._units[index])
@@ -200,40 +212,51 @@ class Gradients:
         if self._tasks:
             return
         if self._collectives is not None:
-            used = self._agree_on_used(self._collectives)
+            used, late = self._agree_on_used(self._collectives)
             # First what this rank would have sent sooner had it had all of it: others may have.
             rest = self._order[self._next :]
             for index in dict.fromkeys([*rest, *[unit.index for unit in reversed(self._units)]]):
                 if used.get(index) and not self._arrivals[index].dispatched:
                     self._add_missing(self._units[index], used[index])
                     self._dispatch(self._units[index])
+            for index in reversed(late):
+                self._settle(index)
+                self._add_missing(self._units[index], late[index])
+                self._put_away(self._units[index])
             self._order = [unit.index for unit in reversed(self._units) if used.get(unit.index)]
         else:
             for unit in self._units:
-                if self._arrivals[unit.index].count and not self._arrivals[unit.index].dispatched:
+                if self._arrivals[unit.index].arrived and not self._arrivals[unit.index].dispatched:
                     self._dispatch(unit)
         self._reset_arrivals()
 
     def _reset_arrivals(self) -> None:
         for state in self._arrivals:
-            state.count, state.dispatched = 0, False
+            state.arrived.clear()
+            state.dispatched = False
         self._next = 0
 
-    def _agree_on_used(self, collectives: Collectives) -> dict[int, list[SlotState]]:
-        """For each unit, the slots that got a gradient on any rank in this backward."""
+    def _agree_on_used(self, collectives: Collectives) -> tuple[dict[int, list[SlotState]], dict[int, list[SlotState]]]:
+        """For each unit, the slots that got a gradient on any rank in this backward; and, of units in their order,
+        those that got more of it on any rank after the unit was dispatched there.
+        """
         slots = [slot for unit in self._units for slot in unit.all_slots() if slot.group.layout.trainable]
         flags = torch.zeros(len(slots), dtype=torch.int32)
         for position, slot in enumerate(slots):
             state = self._arrivals[slot.group.unit.index]
             bucket = state.buckets.get(slot.group.index)
-            flags[position] = int(state.dispatched or (bucket is not None and slot.slot.index in bucket.arrived))
+            waiting = bucket is not None and slot.slot.index in bucket.arrived
+            flags[position] = (_LATE if waiting else _USED) if state.dispatched else _USED * waiting
         with self._stalls.waiting("gather"):
             collectives.small_max(flags)
         used: dict[int, list[SlotState]] = {}
+        late: dict[int, list[SlotState]] = {}
         for flag, slot in zip(flags.tolist(), slots, strict=True):
             if flag:
                 used.setdefault(slot.group.unit.index, []).append(slot)
-        return used
+            if flag == _LATE:
+                late.setdefault(slot.group.unit.index, []).append(slot)
+        return used, late
 
     def _add_missing(self, unit: UnitState, slots: list[SlotState]) -> None:
         """Zeros for what another rank has a gradient for and this one has not."""
@@ -326,7 +349,7 @@ class Gradients:
         ranks would have to agree.
         """
         self._tasks.clear()
-        if not any(state.count for state in self._arrivals):
+        if not any(state.arrived for state in self._arrivals):
             return
         for unit in self._units:
             state = self._arrivals[unit.index]
