@@ -129,6 +129,8 @@ class Run:
             self.optimizer, self.config.optimizer, self.config.train.steps, min(self.start, self.config.train.steps)
         )
         self.totals = Totals()
+        self._checkpointed: int | None = None
+        """The step of a checkpoint that was begun."""
 
     def _resume(self) -> int:
         """The step to go on from. Rank 0 decides which checkpoint, so that all take the same."""
@@ -224,10 +226,22 @@ class Run:
         extra: dict[str, Any] = {"step": step, "config": self.config.to_dict()}
         if self.scaler is not None:
             extra["scaler"] = self.scaler.state_dict()
-        tz.save_checkpoint(self.model, self.optimizer, folder, extra=extra)
+        self._complete_checkpoint(progress)
+        tz.save_checkpoint(self.model, self.optimizer, folder, extra=extra, background=section.async_)
+        self._checkpointed = step
+        if not section.async_ or step == self.config.train.steps:
+            self._complete_checkpoint(progress)
+
+    def _complete_checkpoint(self, progress: Progress) -> None:
+        """Waits for the last checkpoint that was begun, and removes the oldest."""
+        step, self._checkpointed = self._checkpointed, None
+        directory = self.config.checkpoint.dir
+        if step is None or directory is None:
+            return
+        tz.finish_checkpoint(self.model)
         if self.job.ranks.first:
-            checkpoints.keep_newest(section.dir, section.keep)
-            progress.note(f"step {step}/{self.config.train.steps}  checkpoint {folder}")
+            checkpoints.keep_newest(directory, self.config.checkpoint.keep)
+            progress.note(f"step {step}/{self.config.train.steps}  checkpoint {checkpoints.folder_of(directory, step)}")
 
     def _set_aside(self) -> None:
         directory = self.config.checkpoint.dir

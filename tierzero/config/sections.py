@@ -240,8 +240,10 @@ class CheckpointSection(Section):
         0, "Steps between checkpoints; 0 writes one at the end of the run only."
     )
     keep: Annotated[int, whole(1, 10**6)] = key(2, "Newest checkpoints to keep.")
-    async_: Annotated[bool, choice(False, later=(True,))] = key(
-        False, "Write checkpoints beside the training; not available in this version.", alias="async"
+    async_: Annotated[bool, flag()] = key(
+        False,
+        "Write checkpoints beside the training, which goes on at once. The last one is waited for.",
+        alias="async",
     )
     durable: Annotated[bool, choice(False, later=(True,))] = key(
         False, "Use the tier files as part of the checkpoint; not available in this version."

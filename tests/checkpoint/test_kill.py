@@ -1,0 +1,74 @@
+"""kill -9 at any moment of a step or a save: the run goes on from its newest checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = [sys.executable, "-m", "tests.checkpoint.kill_job"]
+NEVER = 10**9
+
+
+def run_job(folder: Path, ranks: int, victim: int = 0, moment: int = NEVER) -> list[str]:
+    """What the ranks print; each has a short time to end after another one was killed."""
+    (folder / "nvme").mkdir(parents=True, exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*JOB, str(folder), str(rank), str(ranks), str(moment if rank == victim else NEVER)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        return [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def losses(folder: Path, ranks: int) -> list[dict[str, set[str]]]:
+    """Of each rank: every loss that it saw at each step, over all its lives."""
+    found: list[dict[str, set[str]]] = []
+    for rank in range(ranks):
+        seen: dict[str, set[str]] = {}
+        for line in (folder / f"losses-{rank}").read_text().splitlines():
+            step, loss = line.split()
+            seen.setdefault(step, set()).add(loss)
+        found.append(seen)
+    return found
+
+
+def check(ranks: int, seeds: range, kills: int, tmp_path: Path) -> None:
+    printed = run_job(tmp_path / "whole", ranks)
+    wanted = losses(tmp_path / "whole", ranks)
+    assert all(len(seen) == 10 for seen in wanted)
+    moments = [int(text.split()[-1]) for text in printed]
+    for seed in seeds:
+        random.seed(seed)
+        folder, victim = tmp_path / f"killed-{seed}", random.randrange(ranks)
+        for _ in range(kills):
+            run_job(folder, ranks, victim, random.randrange(1, moments[victim]))
+        assert all("moments" in text for text in run_job(folder, ranks)), f"seed {seed} did not end"
+        assert losses(folder, ranks) == wanted, f"seed {seed}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_run_goes_on(ranks: int, tmp_path: Path) -> None:
+    check(ranks, range(1), 1, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_at_a_hundred_moments(ranks: int, tmp_path: Path) -> None:
+    check(ranks, range(100, 125), 2, tmp_path)
