@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierzero.api import close, full_state_dict, gathered, read_state, shard, stats
-from tierzero.checkpoint import finish_checkpoint, load_checkpoint, save_checkpoint
+from tierzero.checkpoint import finish_checkpoint, load_checkpoint, resume, save_checkpoint, seal
 from tierzero.config import Config
 from tierzero.empty import empty_init
 from tierzero.errors import (
@@ -44,7 +44,9 @@ __all__ = [
     "gathered",
     "load_checkpoint",
     "read_state",
+    "resume",
     "save_checkpoint",
+    "seal",
     "shard",
     "stats",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 
 import tierzero as tz
 
+from .checkpoint.sealed import give_up_sealed, sealed_folder, sealed_step
 from .config import Config
 from .data import DataSplit, open_data
 from .errors import CheckpointError, ConfigError
@@ -42,6 +43,8 @@ class Job:
     micro_batch: int
     micro_steps: int
     resume: Path | None
+    go_on: bool
+    """``--resume auto``: a sealed step counts as much as a checkpoint."""
 
     @property
     def tokens(self) -> int:
@@ -59,7 +62,8 @@ def prepare(config: Config, resume: str | None = None) -> Job:
         check_writable(config.log.metrics)
     if own.first:
         checkpoints.check_directory(config)
-    return Job(config, own, data, micro_batch, micro_steps, checkpoints.to_resume(config, resume))
+    found = checkpoints.to_resume(config, resume)
+    return Job(config, own, data, micro_batch, micro_steps, found, resume == "auto")
 
 
 def train(job: Job) -> float | None:
@@ -136,6 +140,15 @@ class Run:
         """The step to go on from. Rank 0 decides which checkpoint, so that all take the same."""
         resume = self.job.resume
         folder = ranks.from_first(str(resume) if resume else None, self.device)
+        sealed = sealed_step(self.model)
+        if sealed is not None and folder is None and not self.job.go_on:
+            raise ConfigError(
+                f"checkpoint.durable: step {sealed} of an earlier run is sealed in {sealed_folder(self.model)}; "
+                "--resume auto goes on from it, or remove that folder to start afresh"
+            )
+        if sealed is not None and self.job.go_on and (folder is None or checkpoints.step_of(Path(folder)) <= sealed):
+            self._take_extra(tz.resume(self.model, self.optimizer))
+            return sealed
         if folder is None:
             return 0
         try:
@@ -146,9 +159,19 @@ class Run:
             raise ConfigError(f"--resume: {error}{advice}") from error
         if not isinstance(extra.get("step"), int):
             raise ConfigError(f"--resume: {folder} does not say at which step it was written; give one of this command")
+        self._take_extra(extra)
+        return int(extra["step"])
+
+    def _take_extra(self, extra: dict[str, Any]) -> None:
         if self.scaler is not None and "scaler" in extra:
             self.scaler.load_state_dict(extra["scaler"])
-        return int(extra["step"])
+
+    def _extra(self, step: int) -> dict[str, Any]:
+        """What is saved with the state after ``step`` steps."""
+        extra: dict[str, Any] = {"step": step, "config": self.config.to_dict()}
+        if self.scaler is not None:
+            extra["scaler"] = self.scaler.state_dict()
+        return extra
 
     def whole(self) -> float | None:
         """All steps, then validation, sample and summary. Returns the validation loss."""
@@ -178,7 +201,18 @@ class Run:
         if self.start >= train.steps:
             validation = self.validate()
         self._finish(validation)
+        self._give_up_sealed()
         return validation
+
+    def _give_up_sealed(self) -> None:
+        """At the end of the run its last checkpoint is all that is needed; a run that was killed before it has none."""
+        section = self.config.checkpoint
+        if not section.durable or section.dir is None:
+            return
+        last = checkpoints.folder_of(section.dir, max(self.start, self.config.train.steps))
+        if ranks.from_first(None if last.exists() else str(last), self.device) is not None:
+            tz.save_checkpoint(self.model, self.optimizer, last, extra=self._extra(checkpoints.step_of(last)))
+        give_up_sealed(self.model)
 
     def steps(self) -> Iterator[Record]:
         """Runs the steps that are left, giving the record of each."""
@@ -197,6 +231,8 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
+        if self.config.checkpoint.durable:
+            tz.seal(self.model, self.optimizer, self._extra(step + 1))
         loss = sum(float(part) for part in losses) / len(losses)
         own = Measured(step + 1, loss, norm, lr, self.job.tokens, time.perf_counter() - began, scale)
         return combine(own, tz.stats(self.model), self.device, self.job.ranks.world_size)
@@ -223,11 +259,8 @@ class Run:
         if section.dir is None or not due:
             return
         folder = checkpoints.folder_of(section.dir, step)
-        extra: dict[str, Any] = {"step": step, "config": self.config.to_dict()}
-        if self.scaler is not None:
-            extra["scaler"] = self.scaler.state_dict()
         self._complete_checkpoint(progress)
-        tz.save_checkpoint(self.model, self.optimizer, folder, extra=extra, background=section.async_)
+        tz.save_checkpoint(self.model, self.optimizer, folder, extra=self._extra(step), background=section.async_)
         self._checkpointed = step
         if not section.async_ or step == self.config.train.steps:
             self._complete_checkpoint(progress)

@@ -1,4 +1,5 @@
-"""A run of ten steps with a checkpoint after each, which kills itself at a given moment: ``FOLDER RANK SIZE MOMENT``.
+"""A run of ten steps with a checkpoint after each, or with durable tiers and each step sealed, which kills itself at a
+given moment: ``FOLDER RANK SIZE MOMENT checkpoints|sealed``.
 
 Moments are counted over everything that may leave files half done: steps, tiles written, files named, synced, renamed
 and removed. It goes on from the newest checkpoint there is, and writes each step's loss to ``FOLDER/losses-RANK``.
@@ -50,32 +51,40 @@ class Countdown:
         setattr(holder, name, counted)
 
 
-def go_on(run: Run, folder: Path, rank: int, countdown: Countdown) -> None:
+def go_on(run: Run, folder: Path, rank: int, sealed: bool, countdown: Countdown) -> None:
     checkpoints = folder / "checkpoints"
     found = all_in(checkpoints)
     if found:
         run.load(found[-1])
+    else:
+        extra = tz.resume(run.model, run.optimizer) if sealed else None
+        if extra is not None:
+            run.take(extra)
     with (folder / f"losses-{rank}").open("a") as losses:
         while run.step < STEPS:
             countdown()
             (loss,) = run.train(1, rank)
             print(run.step, loss.hex(), file=losses, flush=True)
+            if sealed:
+                tz.seal(run.model, run.optimizer, run.extra())
+                continue
             run.save(folder_of(checkpoints, run.step), background=run.step % 3 != 0)
             if rank == 0:
                 keep_newest(checkpoints, 2)
 
 
-def main(folder: Path, rank: int, size: int, moment: int) -> None:
+def main(folder: Path, rank: int, size: int, moment: int, how: str) -> None:
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     countdown = Countdown(moment)
-    for name in ("fsync", "rename", "posix_fallocate", "pwritev"):
+    for name in ("fsync", "fdatasync", "rename", "unlink", "posix_fallocate", "pwritev"):
         countdown.around(os, name)
     for holder, name in ((saving, "write_json"), (shutil, "rmtree"), (saving.RankWriter, "receive")):
         countdown.around(holder, name)
-    with running(config(folder / "nvme", train={"precision": "bf16"})) as run:
-        go_on(run, folder, rank, countdown)
+    durable = {"checkpoint": {"durable": True, "dir": str(folder / "checkpoints")}} if how == "sealed" else {}
+    with running(config(folder / "nvme", train={"precision": "bf16"}, **durable)) as run:
+        go_on(run, folder, rank, how == "sealed", countdown)
         tz.finish_checkpoint(run.model)
     print("moments", moment - countdown.left, flush=True)
     if size > 1:
@@ -83,4 +92,4 @@ def main(folder: Path, rank: int, size: int, moment: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5])

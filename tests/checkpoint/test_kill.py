@@ -15,14 +15,14 @@ JOB = [sys.executable, "-m", "tests.checkpoint.kill_job"]
 NEVER = 10**9
 
 
-def run_job(folder: Path, ranks: int, victim: int = 0, moment: int = NEVER) -> list[str]:
+def run_job(folder: Path, ranks: int, how: str, victim: int = 0, moment: int = NEVER) -> list[str]:
     """What the ranks print; each has a short time to end after another one was killed."""
     (folder / "nvme").mkdir(parents=True, exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [*JOB, str(folder), str(rank), str(ranks), str(moment if rank == victim else NEVER)],
+            [*JOB, str(folder), str(rank), str(ranks), str(moment if rank == victim else NEVER), how],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -49,8 +49,8 @@ def losses(folder: Path, ranks: int) -> list[dict[str, set[str]]]:
     return found
 
 
-def check(ranks: int, seeds: range, kills: int, tmp_path: Path) -> None:
-    printed = run_job(tmp_path / "whole", ranks)
+def check(ranks: int, how: str, seeds: range, kills: int, tmp_path: Path) -> None:
+    printed = run_job(tmp_path / "whole", ranks, how)
     wanted = losses(tmp_path / "whole", ranks)
     assert all(len(seen) == 10 for seen in wanted)
     moments = [int(text.split()[-1]) for text in printed]
@@ -58,17 +58,22 @@ def check(ranks: int, seeds: range, kills: int, tmp_path: Path) -> None:
         random.seed(seed)
         folder, victim = tmp_path / f"killed-{seed}", random.randrange(ranks)
         for _ in range(kills):
-            run_job(folder, ranks, victim, random.randrange(1, moments[victim]))
-        assert all("moments" in text for text in run_job(folder, ranks)), f"seed {seed} did not end"
+            run_job(folder, ranks, how, victim, random.randrange(1, moments[victim]))
+        assert all("moments" in text for text in run_job(folder, ranks, how)), f"seed {seed} did not end"
         assert losses(folder, ranks) == wanted, f"seed {seed}"
 
 
+HOW = ["checkpoints", "sealed"]
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_run_goes_on(ranks: int, tmp_path: Path) -> None:
-    check(ranks, range(1), 1, tmp_path)
+def test_killed_run_goes_on(ranks: int, how: str, tmp_path: Path) -> None:
+    check(ranks, how, range(1), 1, tmp_path)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_at_a_hundred_moments(ranks: int, tmp_path: Path) -> None:
-    check(ranks, range(100, 125), 2, tmp_path)
+def test_killed_at_a_hundred_moments(ranks: int, how: str, tmp_path: Path) -> None:
+    check(ranks, how, range(100, 125), 1, tmp_path)

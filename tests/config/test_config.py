@@ -126,7 +126,6 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"activations": {"recompute": 0}}, ("activations.recompute", '"sqrt" or a whole number from 1')),
     ({"activations": {"recompute": True}}, ("activations.recompute", '"sqrt" or a whole number from 1')),
     ({"io": {"block_size": 5000}}, ("io.block_size = 5000", "multiple of 4096")),
-    ({"checkpoint": {"durable": True}}, ("checkpoint.durable = true", "not available")),
     ({"checkpoint": {"async_": False}}, ("checkpoint.async_", "checkpoint.async")),
     ({"log": {"timeline": True}}, ("log.timeline", "not available")),
     ({"model": {"dim": 64, "heads": 3}}, ("model.heads = 3", "model.dim = 64")),

@@ -67,12 +67,16 @@ class Run:
             losses.append(loss.item())
         return losses
 
+    def extra(self) -> dict[str, Any]:
+        return {"step": self.step, "scheduler": self.scheduler.state_dict()}
+
     def save(self, path: Path, background: bool = False) -> None:
-        extra = {"step": self.step, "scheduler": self.scheduler.state_dict()}
-        tz.save_checkpoint(self.model, self.optimizer, path, extra=extra, background=background)
+        tz.save_checkpoint(self.model, self.optimizer, path, extra=self.extra(), background=background)
 
     def load(self, path: Path) -> None:
-        extra = tz.load_checkpoint(self.model, self.optimizer, path)
+        self.take(tz.load_checkpoint(self.model, self.optimizer, path))
+
+    def take(self, extra: dict[str, Any]) -> None:
         self.step = extra["step"]
         self.scheduler.load_state_dict(extra["scheduler"])
 

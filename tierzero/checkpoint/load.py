@@ -45,6 +45,8 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     manifest, reader = sources[0].manifest, sources[0].reader
     try:
         runtime.settle_snapshot()
+        if runtime.sealer is not None:
+            runtime.sealer.found = None  # not taken up, and there until the next seal
         runtime.updates.anticipation.clear()
         runtime.flush()
         runtime.zero_grad()
@@ -59,8 +61,9 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     for slot in runtime.slots():
         slot.step = int(manifest["parameters"][slot.name]["step"])
         slot.state_of = None
-    _load_optimizer(optimizer, manifest)
-    _restore_rng(runtime, reader)
+    restore_optimizer(optimizer, manifest)
+    if runtime.world.rank < len(reader.ranks):  # a rank that did not exist keeps its present state
+        restore_rng(runtime, reader.ranks[runtime.world.rank].index.get("rng", {}))
     return manifest["extra"]
 
 
@@ -72,8 +75,8 @@ class _Source:
 
 def _open_and_check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, folder: Path) -> _Source:
     manifest = read_manifest(folder)
-    _check_parameters(runtime, manifest, folder)
-    _check_optimizer(optimizer, manifest, folder)
+    check_parameters(runtime, manifest, folder)
+    check_optimizer(optimizer, manifest, folder)
     reader = CheckpointReader(folder, manifest)
     try:
         _check_extents(runtime, reader)
@@ -101,7 +104,8 @@ def _load_state(runtime: Runtime, model: nn.Module, reader: CheckpointReader) ->
     _load_buffers(model, reader)
 
 
-def _check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Path) -> None:
+def check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Path) -> None:
+    """Raises CheckpointError unless the manifest is of a model with the same parameters."""
     saved = manifest["parameters"]
     slots = {slot.name: slot for slot in runtime.slots()}
     missing, extra = sorted(slots.keys() - saved.keys()), sorted(saved.keys() - slots.keys())
@@ -123,7 +127,8 @@ def _check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Pat
             )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any], folder: Path) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any], folder: Path) -> None:
+    """Raises CheckpointError unless the optimizer has the param groups of the manifest's."""
     groups = manifest["optimizer"]
     if optimizer is None or groups is None:
         return
@@ -142,7 +147,8 @@ def _group_names(optimizer: torch.optim.Optimizer) -> list[list[str]]:
     ]
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any]) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any]) -> None:
+    """Sets the hyperparameters of its param groups."""
     if optimizer is None or manifest["optimizer"] is None:
         return
     for group, saved in zip(optimizer.param_groups, manifest["optimizer"], strict=True):
@@ -172,11 +178,8 @@ def _load_buffers(model: nn.Module, reader: CheckpointReader) -> None:
                 buffer.copy_(flat.view(buffer.shape))
 
 
-def _restore_rng(runtime: Runtime, reader: CheckpointReader) -> None:
-    """Each rank takes its own generator state back; a rank that did not exist keeps its present one."""
-    if runtime.world.rank >= len(reader.ranks):
-        return
-    state = reader.ranks[runtime.world.rank].index.get("rng", {})
+def restore_rng(runtime: Runtime, state: Mapping[str, str]) -> None:
+    """Sets PyTorch's generators to what `rng_state` gave."""
     if "cpu" in state:
         torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["cpu"])), dtype=torch.uint8))
     if "cuda" in state and runtime.device.torch_device.type == "cuda":

@@ -65,7 +65,7 @@ def save_checkpoint(
     runtime.require_open()
     finish_checkpoint(model)
     target = Path(os.path.realpath(path))  # a link to a checkpoint stays one
-    together(runtime, target, "write it", lambda: _check(runtime, optimizer, extra))
+    together(runtime, target, "write it", lambda: check_saved(runtime, optimizer, extra))
     runtime.flush_to_read()
     save = _Save(runtime, target, _Content.now(runtime, model, optimizer, extra), background)
     try:
@@ -92,7 +92,8 @@ def finish_checkpoint(model: nn.Module) -> None:
             raise
 
 
-def _check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None) -> None:
+def check_saved(runtime: Runtime, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None) -> None:
+    """Raises ConfigError for an ``extra`` or an optimizer that cannot be saved with the model."""
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
@@ -123,8 +124,8 @@ class _Content:
             (name, buffer.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1))
             for name, buffer in persistent_buffers(model)
         ]
-        manifest = _manifest(runtime, model, optimizer, json.loads(json.dumps(extra)))
-        return cls(manifest, buffers if runtime.world.rank == 0 else [], _rng_state(runtime))
+        manifest = manifest_of(runtime, model, optimizer, extra)
+        return cls(manifest, buffers if runtime.world.rank == 0 else [], rng_state(runtime))
 
 
 class _Save:
@@ -266,7 +267,8 @@ def _groups_to_write(runtime: Runtime) -> list[GroupState]:
     return groups if runtime.world.rank == 0 or divided else []
 
 
-def _rng_state(runtime: Runtime) -> dict[str, str]:
+def rng_state(runtime: Runtime) -> dict[str, str]:
+    """Of PyTorch's generators on this rank, as base64."""
     state = {"cpu": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
     if runtime.device.torch_device.type == "cuda":
         cuda = torch.cuda.get_rng_state(runtime.device.torch_device)
@@ -274,9 +276,10 @@ def _rng_state(runtime: Runtime) -> dict[str, str]:
     return state
 
 
-def _manifest(
+def manifest_of(
     runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
+    """All of a manifest but the checksums of the indexes, as of now."""
     records = {
         slot.name: record_as_json(
             ParameterRecord(
@@ -301,7 +304,7 @@ def _manifest(
         "parameters": records,
         "buffers": buffers,
         "optimizer": _optimizer_groups(optimizer),
-        "extra": extra,
+        "extra": json.loads(json.dumps(extra)),
     }
 
 

@@ -159,6 +159,17 @@ class Config(BaseModel):
             text = "checkpoint.every is set but checkpoint.dir is not: set checkpoint.dir to a folder"
             yield ("checkpoint.every",), text
 
+        if self.checkpoint.durable:
+            yield from self._durable_problems()
+
+    def _durable_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        where = ("checkpoint.durable",)
+        if self.checkpoint.dir is None:
+            yield where, "checkpoint.durable is set but checkpoint.dir is not: set it to a folder, which names the run"
+        for kind in ("params", "optimizer"):
+            if getattr(self.placement, kind) != {"nvme": 1.0}:
+                yield where, f'checkpoint.durable needs all of the state in tier files: set placement.{kind} = "nvme"'
+
     @model_validator(mode="after")
     def _overlap_fits(self) -> Self:
         if self.optimizer.overlap != "backward":

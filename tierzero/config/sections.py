@@ -245,8 +245,10 @@ class CheckpointSection(Section):
         "Write checkpoints beside the training, which goes on at once. The last one is waited for.",
         alias="async",
     )
-    durable: Annotated[bool, choice(False, later=(True,))] = key(
-        False, "Use the tier files as part of the checkpoint; not available in this version."
+    durable: Annotated[bool, flag()] = key(
+        False,
+        "Seal every step in the tier files: after a crash, --resume auto goes on from the last one. Needs "
+        'placement.params and placement.optimizer = "nvme", checkpoint.dir, and twice the space for them.',
     )
 
 

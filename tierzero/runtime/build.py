@@ -26,10 +26,11 @@ from tierzero.planner.memory_plan import plan_memory
 from tierzero.planner.shape import Budgets, MemoryPlan, TileHomes
 from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.draft import DTYPES, Draft, draft
-from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit
+from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit, take_values
 from tierzero.runtime.forward import Recompute, install_forward, recomputed_alone
 from tierzero.runtime.refusals import install_refusals
 from tierzero.runtime.runtime import Machinery, Runtime
+from tierzero.runtime.sealing import LastingFiles
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState, slot_of
 from tierzero.runtime.zeroing import install_zero_grad
 from tierzero.sharding.collectives import Collectives, World
@@ -57,13 +58,15 @@ def build_runtime(
     world = _world(mesh)
     device = device or choose_device(world.local_rank)
     drafted = draft(model, config, units, world.shards)
+    lasting = LastingFiles.of(config, drafted, world)
+    config = lasting.with_layout(config) if lasting is not None else config
     budgets = _agreed(_budgets(config, world, device), world)
     plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
-    machinery = _assemble(plan, config, world, device, drafted, poison)
+    machinery = _assemble(plan, config, world, device, drafted, poison, lasting)
     runtime: Runtime | None = None
     try:
         unit_states = _declare(drafted, plan, machinery.store, world, device)
-        machinery.store.open()
+        machinery.store.open(existing=lasting is not None and lasting.found is not None)
         runtime = Runtime(model, unit_states, machinery)
         for unit in unit_states:
             unit.runtime = runtime
@@ -184,6 +187,7 @@ def _assemble(
     device: Device,
     drafted: Draft,
     poison: bool,
+    lasting: LastingFiles | None,
 ) -> Machinery:
     engine = IoEngine(config.io.queue_depth, compute_threads=_cores(world))
     pools = {
@@ -202,6 +206,7 @@ def _assemble(
         nvme_limit=config.tiers.nvme_limit,
         verify=config.io.verify,
         nvme_shares=config.tiers.nvme_shares,
+        lasting=lasting.name if lasting is not None else None,
     )
     collectives = (
         Collectives(world, [spec.title for spec in drafted.specs], device.is_host, device.lane)
@@ -210,7 +215,17 @@ def _assemble(
     )
     input_dtype = drafted.convert if drafted.convert is not torch.float32 else None
     return Machinery(
-        world, device, plan, engine, store, pools, collectives, config.optimizer.overlap, input_dtype, drafted.kept
+        world,
+        device,
+        plan,
+        engine,
+        store,
+        pools,
+        collectives,
+        config.optimizer.overlap,
+        input_dtype,
+        drafted.kept,
+        lasting,
     )
 
 
@@ -270,7 +285,7 @@ def _declare_tiles(
         nbytes = numel * sizes[kind]
         if kind in whole:
             return Home(whole[kind], (starts[kind] + start) * sizes[kind], nbytes)
-        return Home(store.add(f"{name}/{kind}/{index}", nbytes, tier), 0, nbytes)
+        return Home(store.add(f"{name}/{kind}/{index}", nbytes, tier, lasting=kind != "gradient"), 0, nbytes)
 
     tiles = []
     for span, home in zip(group.layout.tiles(tile), homes, strict=True):
@@ -287,11 +302,19 @@ def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:
         if group.fmt is not None:
             warm_up(group.fmt, group.grad_dtype)
             warm_up_gradients(group.grad_dtype, group.layout.dtype)
+    sealer = runtime.sealer
+    if sealer is not None and sealer.found is not None:
+        sealer.adopt()
+        for unit in runtime.units:
+            take_values(unit)
+        return
     folder = SafetensorsFolder(Path(init)) if isinstance(init, str | Path) else None
     for unit in runtime.units:
         fill_unit(runtime, unit, init, folder)
     if folder is not None:
         folder.load_buffers(model)
+    if sealer is not None:
+        sealer.begin()
 
 
 def _arrived(slot: weakref.ref[SlotState], _: torch.Tensor) -> None:

@@ -151,6 +151,11 @@ def fill_unit(runtime: Runtime, unit: UnitState, init: Init, folder: Safetensors
         sources = _sources(runtime, group, folder)
         for tile in group.tiles:
             runtime.engine.run(_fill_tile(runtime, group, tile, sources))
+    take_values(unit)
+
+
+def take_values(unit: UnitState) -> None:
+    """From now on the tiers have the values of the unit's parameters."""
     for slot in unit.all_slots():
         slot.put_away()
         attach(slot)

@@ -25,6 +25,7 @@ from tierzero.runtime.forward import SavedWeights
 from tierzero.runtime.gradients import Gradients
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.pending import PendingUpdates
+from tierzero.runtime.sealing import LastingFiles, Sealer
 from tierzero.runtime.snapshot import Receive, Snapshot
 from tierzero.runtime.state import GroupState, SlotState, UnitState, slot_of
 from tierzero.runtime.stats import Counters, Stalls
@@ -59,6 +60,7 @@ class Machinery:
     input_dtype: torch.dtype | None
     kept: frozenset[int] = frozenset()
     """Units that stay gathered from the forward to the update."""
+    lasting: LastingFiles | None = None
 
 
 class Runtime:
@@ -110,6 +112,9 @@ class Runtime:
         """What the loss was multiplied with before backward."""
         self.on_step_skipped: Callable[[bool], None] | None = None
         self._closed = False
+        self.sealer: Sealer | None = None
+        if parts.lasting is not None:
+            self.sealer = Sealer(parts.store, parts.lasting, parts.collectives, parts.plan.tile, self.flush)
         self._snapshot: Snapshot | None = None
         self.saving: Unfinished | None = None
         """A checkpoint that is being written beside the training."""
@@ -229,6 +234,8 @@ class Runtime:
         self.updates.settle_early()
         self.engine.check()
         self._collect_gradients()
+        if self.sealer is not None and not self.updates_in_backward:
+            self.sealer.complete()
         applied = True
         if self.on_step_skipped is not None:
             applied = self.grad_norm() < float("inf")
@@ -301,7 +308,14 @@ class Runtime:
         return snapshot.begin(priority)
 
     def settle_snapshot(self) -> None:
-        """Before state is changed other than by an update: waits until a snapshot needs none of it any more."""
+        """Before state is changed other than by an update: waits until a snapshot needs none of it any more, and seals
+        what is marked. Every rank must call it.
+        """
+        if self.sealer is not None:
+            self.sealer.complete()
+        self._wait_for_snapshot()
+
+    def _wait_for_snapshot(self) -> None:
         if self._snapshot is not None:
             self._snapshot.wait()
             self._snapshot = self.updater.before_change = None
@@ -310,7 +324,7 @@ class Runtime:
         """Ends a snapshot that nobody wants any more."""
         if self._snapshot is not None:
             self._snapshot.cancel()
-        self.settle_snapshot()
+        self._wait_for_snapshot()
 
     # Bookkeeping.
 
@@ -343,6 +357,11 @@ class Runtime:
                 f"the model holds half of {self.half_loaded}, which could not be loaded to its end; load another "
                 "checkpoint with tierzero.load_checkpoint, or shard a new model"
             )
+        if whole and self.sealer is not None and self.sealer.found is not None:
+            raise ConfigError(
+                "the tiers hold a sealed step of an earlier run; take it up with tierzero.resume(model, optimizer), or "
+                f"load a checkpoint, or remove {self.sealer.folder} before the start"
+            )
 
     def close(self) -> None:
         """Ends the background work and gives memory and files back. The model cannot be used afterwards."""
@@ -350,6 +369,9 @@ class Runtime:
             return
         if self.saving is not None:
             self.saving.end()
+        if self.sealer is not None and self.collectives is None:
+            with contextlib.suppress(Exception):  # then the step before it is what there is
+                self.sealer.complete()
         self._closed = True
         with contextlib.suppress(Exception):  # a broken engine has closed what it could
             self.engine.run(self.tile_io.discard_ahead())

@@ -35,6 +35,16 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def lasting_name(lasting: str, rank: int) -> str:
+    """Of the directory that keeps what `TierDirectory.open` calls lasting."""
+    return f"{lasting}-rank-{rank}"
+
+
+def lasting_folder(path: Path, lasting: str, rank: int) -> Path:
+    """Where that directory is."""
+    return path / _FOLDER / lasting_name(lasting, rank)
+
+
 class TierDirectory:
     """``<path>/tierzero/rank-<r>``, owned by this process until `close`. Make one with `TierDirectory.open`.
 
@@ -42,10 +52,12 @@ class TierDirectory:
     it dies. Files in it come from `create_file` alone, and nothing but them is ever deleted.
     """
 
-    def __init__(self, path: Path, name: str, folder_fd: int, lock_fd: int) -> None:
+    def __init__(self, path: Path, name: str, folder_fd: int, lock_fd: int, keep: bool = False) -> None:
         self.path = path / _FOLDER / name
         self.root = path
         """The path that the user gave."""
+        self.keep = keep
+        """The files outlive the owner."""
         self._name = name
         self._folder_fd = folder_fd
         self._lock_fd = lock_fd
@@ -55,17 +67,20 @@ class TierDirectory:
         self._key = (os.path.realpath(path), name)
 
     @classmethod
-    def open(cls, path: Path, rank: int) -> TierDirectory:
+    def open(cls, path: Path, rank: int, lasting: str | None = None, existing: bool = False) -> TierDirectory:
         """Takes ``rank-<rank>`` below ``path``, or ``rank-<rank>.1``, ``.2``... where this process owns it already.
+
+        With ``lasting`` it is ``<lasting>-rank-<rank>`` (ConfigError where this process owns it), which no other run
+        removes and which stays; ``existing`` leaves in it what is there.
 
         Removes what dead runs have left below ``path``. Raises ConfigError where the path is missing, not writable, or
         in use by another live process.
         """
         path = Path(path)
-        folder_fd, name, lock_fd = _own(path, rank)
-        directory = cls(path, name, folder_fd, lock_fd)
+        folder_fd, name, lock_fd = _own(path, rank, lasting)
+        directory = cls(path, name, folder_fd, lock_fd, lasting is not None)
         try:
-            directory._prepare()
+            directory._prepare(existing)
         except OSError as error:
             directory.close()
             raise ConfigError(f"tiers.nvme: {directory.path} cannot be used: {error.strerror}") from error
@@ -73,12 +88,13 @@ class TierDirectory:
         atexit.register(directory.close)
         return directory
 
-    def _prepare(self) -> None:
+    def _prepare(self, existing: bool) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._name, 0o700, dir_fd=self._folder_fd)
         self._fd = os.open(self._name, _OPEN_DIRECTORY, dir_fd=self._folder_fd)
         os.fchmod(self._fd, 0o700)
-        _remove_tier_files(self._fd)
+        if not existing:
+            _remove_tier_files(self._fd)
         _sweep(self._folder_fd)
 
     def create_file(self, name: str) -> int:
@@ -111,7 +127,8 @@ class TierDirectory:
         self._closed = True
         atexit.unregister(self.close)
         if self._fd >= 0:
-            _remove_tier_files(self._fd)
+            if not self.keep:
+                _remove_tier_files(self._fd)
             os.close(self._fd)
             # Somebody else's file in it keeps the directory.
             with contextlib.suppress(OSError):
@@ -145,13 +162,13 @@ def _drop_locks_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
-def _own(path: Path, rank: int) -> tuple[int, str, int]:
+def _own(path: Path, rank: int, lasting: str | None) -> tuple[int, str, int]:
     """(descriptor of the folder, name, descriptor of the lock) of a directory that is now this process's own."""
     for _ in range(100):
         try:
             folder_fd = _open_folder(path)
             try:
-                return folder_fd, *_take_lock(path, folder_fd, rank)
+                return folder_fd, *_take_lock(path, folder_fd, rank, lasting)
             except BaseException:
                 os.close(folder_fd)
                 raise
@@ -178,14 +195,19 @@ def _open_folder(path: Path) -> int:
         raise ConfigError(f"tiers.nvme: {path} cannot be written to: {error.strerror}; name another path") from error
 
 
-def _take_lock(path: Path, folder_fd: int, rank: int) -> tuple[str, int]:
+def _take_lock(path: Path, folder_fd: int, rank: int, lasting: str | None) -> tuple[str, int]:
     real = os.path.realpath(path)
     with _registry_lock:
         number = 0
         while True:
-            name = f"rank-{rank}" + (f".{number}" if number else "")
+            name = lasting_name(lasting, rank) if lasting else f"rank-{rank}" + (f".{number}" if number else "")
             if (real, name) not in _owned:
                 break
+            if lasting:
+                raise ConfigError(
+                    f"tiers.nvme: {path / _FOLDER / name} is in use by another model of this process; close it first, "
+                    "or give each a checkpoint.dir of its own"
+                )
             number += 1
         lock_fd = _lock(path, folder_fd, name)
         _owned.add((real, name))

@@ -61,24 +61,48 @@ class Extent:
 class StoredObject:
     """``nbytes`` that live in tier ``home``: in ``buffer`` (device, host; set while the store is open) or at ``extent``
     (nvme).
+
+    A lasting object has a second slot in its file, ``spare``. Bytes that were sealed are never written over: the next
+    ones go to the other slot, which is where ``extent`` then is.
     """
 
-    def __init__(self, name: str, nbytes: int, home: Tier, extent: Extent | None) -> None:
+    def __init__(self, name: str, nbytes: int, home: Tier, extent: Extent | None, lasting: bool = False) -> None:
         self.name = name
         self.nbytes = nbytes
         self.home = home
         self.extent = extent
+        self.lasting = lasting
+        self.spare: Extent | None = None
+        self.slot = 0
+        """Of the two, which one ``extent`` is."""
+        self._sealed = False
         self.buffer: Buffer | None = None
         self._residency = Residency.AT_HOME if extent is not None else Residency.IN_PLACE
         self._lease: Lease | None = None
         self._written: asyncio.Future[None] | None = None
         """Pending while PAGING_OUT."""
         self._digest: int | None = None
+        self._unread = False
+        """Another process wrote it: its checksum is still to be checked."""
 
     @property
     def residency(self) -> Residency:
         """Where the newest bytes are."""
         return self._residency
+
+    @property
+    def target(self) -> Extent | None:
+        """Where the next bytes go."""
+        return self.spare if self._sealed else self.extent
+
+    def _arrived(self) -> None:
+        """The next bytes are where they should go."""
+        if self._sealed:
+            self.extent, self.spare = self.spare, self.extent
+            self.slot, self._sealed = 1 - self.slot, False
+
+    def _seal(self) -> None:
+        self._sealed = True
 
     def _check(self, to: Residency) -> None:
         if to not in _LEGAL[self._residency]:
@@ -184,11 +208,10 @@ def claim(objects: Sequence[StoredObject], to: Residency) -> None:
             stored._written = asyncio.get_running_loop().create_future()
 
 
-def runs(objects: Sequence[StoredObject], starts: Sequence[int]) -> list[tuple[int, Extent]]:
+def runs(extents: Sequence[Extent | None], starts: Sequence[int]) -> list[tuple[int, Extent]]:
     """(start in memory, extent) of each request: objects that are neighbours in the file share one."""
     merged: list[tuple[int, Extent]] = []
-    for stored, start in zip(objects, starts, strict=True):
-        extent = stored.extent
+    for extent, start in zip(extents, starts, strict=True):
         assert extent is not None
         if merged and merged[-1][1].end == extent.offset:
             first_start, first = merged[-1]

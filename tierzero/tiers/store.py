@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,8 @@ class TieredStore:
 
     Declare with `add`, then `open` once. `page_in`, `page_out` and `write` are coroutines for the engine's loop. Sizes
     are in bytes. ``verify`` keeps a checksum of each nvme object as it is written and checks it at every page-in.
+
+    ``lasting`` names tier files that outlive the process, for objects that were declared so; see `tiers.seals`.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class TieredStore:
         nvme_limit: int | None,
         verify: bool = False,
         nvme_shares: Sequence[int] | None = None,
+        lasting: str | None = None,
     ) -> None:
         self.engine = engine
         self.file: StripedFile | None = None
@@ -56,13 +60,19 @@ class TieredStore:
         self._nvme_limit = nvme_limit
         self._verify = verify
         self._shares = nvme_shares
+        self._lasting = lasting
+        self._spare_bytes = 0
         self._objects: dict[str, StoredObject] = {}
         self._file_bytes = 0
         self._opened = False
+        self._directories: list[TierDirectory] = []
         self._cleanup = ExitStack()
 
-    def add(self, name: str, nbytes: int, home: Tier) -> StoredObject:
-        """Declares an object; takes nothing yet. nvme objects added one after another are neighbours in the file."""
+    def add(self, name: str, nbytes: int, home: Tier, lasting: bool = False) -> StoredObject:
+        """Declares an object; takes nothing yet. nvme objects added one after another are neighbours in the file.
+
+        ``lasting`` counts on nvme, in a store that has lasting files.
+        """
         if self._opened:
             raise RuntimeError(f"{name!r} is added to a store that is open already")
         if name in self._objects:
@@ -73,17 +83,20 @@ class TieredStore:
         if home is Tier.NVME:
             extent = Extent(self._file_bytes, page_round(nbytes))
             self._file_bytes += extent.nbytes
-        stored = self._objects[name] = StoredObject(name, nbytes, home, extent)
+        lasting = lasting and extent is not None and self._lasting is not None
+        stored = self._objects[name] = StoredObject(name, nbytes, home, extent, lasting)
         return stored
 
-    def open(self) -> None:
-        """Checks that everything fits, then takes it: memory from the pools, files on the nvme paths.
+    def open(self, existing: bool = False) -> None:
+        """Checks that everything fits, then takes it: memory from the pools, files on the nvme paths. ``existing``:
+        takes the lasting files that are there instead of making new ones.
 
         Raises BudgetError with the missing bytes, ConfigError for paths that cannot be used; nothing is kept then.
         """
         if self._opened:
             raise RuntimeError("the store is open already")
         self._check_pools()
+        self._add_spares()
         if self._file_bytes and not self._nvme_paths:
             raise ConfigError(
                 f"tiers.nvme: {self._file_bytes:,} bytes of state are placed on nvme, but no path is given; "
@@ -91,7 +104,7 @@ class TieredStore:
             )
         with ExitStack() as stack:
             if self._file_bytes:
-                self.file = self._open_file(stack)
+                self.file = self._open_file(stack, existing)
             for stored in self._objects.values():
                 if stored.home is not Tier.NVME:
                     pool = self._pools[stored.home]
@@ -155,11 +168,59 @@ class TieredStore:
             stored._check_unleased("write")
         await self._write_home(objects, src, priority, request)
 
+    # Lasting objects.
+
+    def lasting_objects(self) -> list[StoredObject]:
+        """In the order in which they were declared."""
+        return [stored for stored in self._objects.values() if stored.lasting]
+
+    def slots(self) -> list[tuple[int, int]]:
+        """For each lasting object the slot of its newest bytes and their checksum. Nothing may be on its way there."""
+        found = []
+        for stored in self.lasting_objects():
+            if stored.residency in (Residency.DIRTY, Residency.PAGING_OUT) or stored._digest is None:
+                raise RuntimeError(f"{stored.name!r} is {stored.residency.name}: its newest bytes are not in its file")
+            found.append((stored.slot, stored._digest))
+        return found
+
+    def adopt(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Takes up lasting objects as another process has left them; sealed. Their checksums are checked when they are
+        read for the first time.
+        """
+        for stored, (slot, digest) in zip(self.lasting_objects(), slots, strict=True):
+            if slot:
+                stored.extent, stored.spare = stored.spare, stored.extent
+            stored.slot, stored._digest, stored._unread = slot, digest, True
+            stored._seal()
+
+    def seal(self) -> None:
+        """From now on the bytes that lasting objects have are not written over: the next ones go to the other slot."""
+        for stored in self.lasting_objects():
+            stored._seal()
+
+    def sync(self) -> None:
+        """What was written to the files is on the drives when this returns. Raises TierError."""
+        if self.file is not None:
+            self.file.sync()
+
+    def keep_files(self, keep: bool) -> None:
+        """Whether lasting files stay when the store is closed; they do unless this says otherwise."""
+        for directory in self._directories:
+            directory.keep = keep
+
+    def layout(self) -> dict[str, Any]:
+        """What must be the same for another process to take these files up."""
+        objects = [[stored.name, stored.nbytes] for stored in self._objects.values() if stored.home is Tier.NVME]
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(objects).encode())
+        shares = list(self.file.shares) if self.file is not None else []
+        return {"objects": digest, "block_size": self._block_size, "shares": shares, "nbytes": self._file_bytes}
+
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Declared bytes by home tier, in whole pages on nvme."""
         totals = dict.fromkeys(Tier, 0)
         for stored in self._objects.values():
-            totals[stored.home] += stored.extent.nbytes if stored.extent else stored.nbytes
+            slots = 2 if stored.lasting else 1
+            totals[stored.home] += slots * stored.extent.nbytes if stored.extent else stored.nbytes
         return totals
 
     def close(self) -> None:
@@ -167,7 +228,14 @@ class TieredStore:
         self._cleanup.close()
         self.file = None
 
-    def _open_file(self, stack: ExitStack) -> StripedFile:
+    def _add_spares(self) -> None:
+        """Second slots lie behind everything else, in the same order: neighbours are neighbours there too."""
+        for stored in self.lasting_objects():
+            assert stored.extent is not None
+            stored.spare = Extent(self._file_bytes, stored.extent.nbytes)
+            self._file_bytes += stored.extent.nbytes
+
+    def _open_file(self, stack: ExitStack, existing: bool) -> StripedFile:
         if self._nvme_limit is not None and self._file_bytes > self._nvme_limit:
             missing = self._file_bytes - self._nvme_limit
             raise BudgetError(
@@ -175,26 +243,31 @@ class TieredStore:
                 f"{self._nvme_limit:,}; raise it by {missing:,} bytes or place less on nvme",
                 missing,
             )
-        directories = []
+        self._directories = []
         for path in self._nvme_paths:
-            directory = TierDirectory.open(path, self._rank)
+            directory = TierDirectory.open(path, self._rank, self._lasting, existing)
             stack.callback(directory.close)
-            directories.append(directory)
-        file = self._striped(directories)
+            self._directories.append(directory)
+        file = self._striped(self._directories, existing)
         stack.callback(file.close)
         return file
 
-    def _striped(self, directories: list[TierDirectory]) -> StripedFile:
+    def _striped(self, directories: list[TierDirectory], existing: bool) -> StripedFile:
         """Over several paths: in the given shares, else in proportion to their speed, else, where the fast ones lack
         the room for that, in equal parts.
         """
 
         def striped(shares: Sequence[int] | None) -> StripedFile:
             return StripedFile(
-                directories, self._file_bytes, block_size=self._block_size, direct=self._direct, shares=shares
+                directories,
+                self._file_bytes,
+                block_size=self._block_size,
+                direct=self._direct,
+                shares=shares,
+                existing=existing,
             )
 
-        if self._shares is not None or len(directories) == 1:
+        if existing or self._shares is not None or len(directories) == 1:
             return striped(self._shares)
         try:
             return striped(measured_shares(directories))
@@ -237,11 +310,13 @@ class TieredStore:
         await _all(
             [
                 self.engine.read(file, extent.offset, dest[start : start + extent.nbytes], request.priority, request)
-                for start, extent in runs(objects, starts)
+                for start, extent in runs([stored.extent for stored in objects], starts)
             ]
         )
-        if self._verify:
+        if self._verify or any(stored._unread for stored in objects):
             await self._check_digests(file, objects, starts, dest)
+            for stored in objects:
+                stored._unread = False
 
     async def _write_home(
         self, objects: Sequence[StoredObject], memory: memoryview, priority: Priority, request: Request | None
@@ -250,11 +325,12 @@ class TieredStore:
         claim(objects, Residency.PAGING_OUT)
         request = request or Request(priority)
         try:
-            digests = await self._digests(objects, starts, memory) if self._verify else [None] * len(objects)
+            wanted = self._verify or any(stored.lasting for stored in objects)
+            digests = await self._digests(objects, starts, memory) if wanted else [None] * len(objects)
             await _all(
                 [
                     self.engine.write(file, extent.offset, memory[start : start + extent.nbytes], priority, request)
-                    for start, extent in runs(objects, starts)
+                    for start, extent in runs([stored.target for stored in objects], starts)
                 ]
             )
         except BaseException as error:
@@ -262,7 +338,8 @@ class TieredStore:
                 stored._settle(Residency.DIRTY, error)
             raise
         for stored, value in zip(objects, digests, strict=True):
-            stored._digest = value
+            stored._digest, stored._unread = value, False
+            stored._arrived()
             stored._settle(Residency.AT_HOME, None)
 
     async def _digests(

@@ -41,6 +41,8 @@ class StripedFile:
     Files are preallocated, so a full disk is met here and not in the middle of a run. ``direct``: "auto" uses O_DIRECT
     where the file system takes it and warns once where not; True raises ConfigError where not; False never uses it.
     Raises BudgetError when ``limit`` or the free space of the paths is too small, before any file is made.
+
+    ``existing``: takes the files that the directories hold; ConfigError where they are missing or of another size.
     """
 
     is_tier = True
@@ -55,6 +57,7 @@ class StripedFile:
         direct: Direct = "auto",
         limit: int | None = None,
         shares: Sequence[int] | None = None,
+        existing: bool = False,
     ) -> None:
         if not directories:
             raise ConfigError("tiers.nvme: no path is given, but state is placed on nvme; set tiers.nvme")
@@ -72,10 +75,11 @@ class StripedFile:
             )
         self._pattern = StripePattern(tuple(shares) if shares is not None else equal_shares(len(directories)))
         sizes = self._pattern.sizes(nbytes, block_size)
-        _check_room(directories, sizes, limit)
+        if not existing:
+            _check_room(directories, sizes, limit)
         self._stripes = [_Stripe(directory, size) for directory, size in zip(directories, sizes, strict=True)]
         try:
-            self._create(direct)
+            self._create(direct, existing)
         except BaseException:
             self.close()
             raise
@@ -145,6 +149,20 @@ class StripedFile:
                 offset = nbytes = 0  # the whole file
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many blocks each path gets in turn."""
+        return self._pattern.shares
+
+    def sync(self) -> None:
+        """What was written is on the drives when this returns. Raises TierError."""
+        for index, stripe in enumerate(self._stripes):
+            try:
+                with self.using(index) as fd:
+                    os.fdatasync(fd)
+            except OSError as error:
+                raise TierError(f"{stripe.path} cannot be flushed to its drive: {error.strerror}") from error
+
     def free_bytes(self, path_index: int) -> int:
         """Free space of the file system that the file lies on."""
         return self._stripes[path_index].directory.free_bytes()
@@ -159,20 +177,24 @@ class StripedFile:
             if stripe.fd >= 0:
                 os.close(stripe.fd)
                 stripe.fd = -1
-                with contextlib.suppress(OSError):
-                    stripe.directory.remove_file(_NAME)
+                if not stripe.directory.keep:
+                    with contextlib.suppress(OSError):
+                        stripe.directory.remove_file(_NAME)
 
-    def _create(self, direct: Direct) -> None:
+    def _create(self, direct: Direct, existing: bool) -> None:
         refused = []
         for stripe in self._stripes:
             try:
-                stripe.fd = stripe.directory.create_file(_NAME)
-                _preallocate(stripe)
+                if existing:
+                    _reopen(stripe)
+                else:
+                    stripe.fd = stripe.directory.create_file(_NAME)
+                    _preallocate(stripe)
             except OSError as error:
                 raise _creation_error(stripe, error) from error
             if direct is False:
                 continue
-            problem = _go_direct(stripe)
+            problem = _go_direct(stripe, existing)
             if problem is not None:
                 refused.append(f"{stripe.directory.root} ({problem})")
         if not refused:
@@ -207,6 +229,18 @@ def _check_room(directories: Sequence[TierDirectory], sizes: Sequence[int], limi
             )
 
 
+def _reopen(stripe: _Stripe) -> None:
+    try:
+        stripe.fd = stripe.directory.reopen_file(_NAME, 0)
+    except FileNotFoundError:
+        raise ConfigError(f"tiers.nvme: {stripe.path} is missing, but its records speak of a sealed step") from None
+    found = os.fstat(stripe.fd).st_size
+    if found != stripe.size:
+        raise ConfigError(
+            f"tiers.nvme: {stripe.path} has {found:,} bytes, not the {stripe.size:,} of its records; it was cut short"
+        )
+
+
 def _preallocate(stripe: _Stripe) -> None:
     if stripe.size == 0:
         return
@@ -229,7 +263,7 @@ def _creation_error(stripe: _Stripe, error: OSError) -> ConfigError:
     return ConfigError(f"tiers.nvme: {stripe.path} cannot be created: {error.strerror}; name another path")
 
 
-def _go_direct(stripe: _Stripe) -> str | None:
+def _go_direct(stripe: _Stripe, existing: bool) -> str | None:
     """Replaces the descriptor by one with O_DIRECT if a real write and read through it work; else says why not."""
     if stripe.size == 0:
         return None
@@ -237,7 +271,7 @@ def _go_direct(stripe: _Stripe) -> str | None:
     try:
         fd = stripe.directory.reopen_file(_NAME, os.O_DIRECT)
         with mmap.mmap(-1, PAGE) as page:  # zeros, which the new file holds anyway
-            if os.pwrite(fd, page, 0) != PAGE or os.preadv(fd, [page], 0) != PAGE:
+            if (not existing and os.pwrite(fd, page, 0) != PAGE) or os.preadv(fd, [page], 0) != PAGE:
                 raise OSError(errno.EIO, "a page was not transferred whole")
     except OSError as error:
         if fd >= 0:

@@ -25,10 +25,11 @@ def all_in(directory: Path) -> list[Path]:
     """The checkpoints in ``directory``, oldest first. A checkpoint gets its name when it is complete."""
     if not directory.is_dir():
         return []
-    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_step_of)
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step of a checkpoint by its name."""
     return int(path.name.rpartition("-")[2])
 
 
@@ -36,12 +37,14 @@ def before(checkpoint: Path) -> Path | None:
     """The newest checkpoint beside this one that is older."""
     if not _NAME.fullmatch(checkpoint.name):
         return None
-    older = [path for path in all_in(checkpoint.parent) if _step_of(path) < _step_of(checkpoint)]
+    older = [path for path in all_in(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
     return older[-1] if older else None
 
 
 def left_behind(config: Config) -> str:
     """What a run that was stopped can be gone on from."""
+    if config.checkpoint.durable:
+        return "--resume auto goes on from the last sealed step"
     directory = config.checkpoint.dir
     found = all_in(directory) if directory is not None else []
     if found:
@@ -76,7 +79,7 @@ def set_aside_others(directory: Path, resume: Path | None, start: int) -> Path |
     be overwritten or removed one by one, and be what ``--resume auto`` finds.
     """
     own = resume is not None and resume.resolve().parent == directory.resolve()
-    later = [path for path in all_in(directory) if not own or _step_of(path) > start]
+    later = [path for path in all_in(directory) if not own or step_of(path) > start]
     if not later:
         return None
     aside = next(p for number in itertools.count(1) if not os.path.lexists(p := directory / f"earlier-{number}"))
@@ -96,7 +99,7 @@ def to_resume(config: Config, wanted: str | None) -> Path | None:
     if not wanted.strip():
         raise ConfigError("--resume: the path is empty; give a checkpoint folder, or auto for the newest")
     if wanted == "auto":
-        return _newest(config.checkpoint.dir)
+        return _newest(config.checkpoint.dir, quiet=config.checkpoint.durable)
     path = Path(wanted).expanduser()
     try:
         read_manifest(standing_folder(path))
@@ -107,8 +110,10 @@ def to_resume(config: Config, wanted: str | None) -> Path | None:
     return path
 
 
-def _newest(directory: Path | None) -> Path | None:
-    """The newest checkpoint whose manifest can be read; damaged ones are passed over with a warning."""
+def _newest(directory: Path | None, quiet: bool) -> Path | None:
+    """The newest checkpoint whose manifest can be read; damaged ones are passed over with a warning. ``quiet``: there
+    may be something else to go on from where there is none.
+    """
     if directory is None:
         raise ConfigError("--resume auto: set checkpoint.dir, the folder to look for checkpoints in")
     found = all_in(directory)
@@ -119,7 +124,7 @@ def _newest(directory: Path | None) -> Path | None:
             warnings.warn(f"--resume auto: passing over a damaged checkpoint: {error}", stacklevel=2)
         else:
             return path
-    if not found:
+    if not found and not quiet:
         warnings.warn(f"--resume auto: no checkpoint in {directory}, starting afresh", stacklevel=2)
     if found:
         raise ConfigError(f"--resume auto: none of the {len(found)} checkpoints in {directory} can be read; move them")

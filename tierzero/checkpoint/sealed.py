@@ -1,0 +1,110 @@
+"""Every step a checkpoint, without writing one: the tier files themselves, sealed (`tierzero.runtime.sealing`)."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierzero.checkpoint.agree import together
+from tierzero.checkpoint.load import check_optimizer, check_parameters, restore_optimizer, restore_rng
+from tierzero.checkpoint.save import check_saved, manifest_of, rng_state
+from tierzero.errors import ConfigError
+from tierzero.runtime.access import persistent_buffers
+from tierzero.runtime.runtime import Runtime, runtime_of
+from tierzero.runtime.sealing import Sealer
+
+
+def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None = None) -> None:
+    """Makes the state as of now the one that a run goes on from after a crash (`resume`), with ``extra`` (anything JSON
+    can hold). Every rank must call it, at best after every step. Needs ``checkpoint.durable``.
+
+    It takes effect when all of the state is on the drive: with ``optimizer.overlap = "forward"`` during the next step.
+    Nothing is written for it but a record. Raises ConfigError where the model's tiers are not durable.
+    """
+    runtime = runtime_of(model)
+    runtime.require_open()
+    sealer = _sealer_of(runtime, "seal")
+    together(runtime, sealer.folder, "seal it", lambda: check_saved(runtime, optimizer, extra))
+    content = {
+        "world_size": runtime.world.size,
+        "manifest": manifest_of(runtime, model, optimizer, extra),
+        "rng": rng_state(runtime),
+        "buffers": {name: _as_text(buffer) for name, buffer in persistent_buffers(model)},
+    }
+    sealer.mark(content)
+    if runtime.overlap != "forward":
+        sealer.complete()
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Takes up the last sealed step that an earlier run has left in the tier files: weights and optimizer state are in
+    the tiers already; step counts, hyperparameters, buffers and RNG state follow. Every rank must call it.
+
+    Returns what was sealed as ``extra``, or None where there is nothing to go on from. Raises CheckpointError where the
+    state does not fit the model, ConfigError where the model's tiers are not durable.
+    """
+    runtime = runtime_of(model)
+    runtime.require_open(whole=False)
+    sealer = _sealer_of(runtime, "resume")
+    record = sealer.found
+    if record is None:
+        return None
+    manifest = record.content["manifest"]
+
+    def check() -> None:
+        check_parameters(runtime, manifest, sealer.folder)
+        check_optimizer(optimizer, manifest, sealer.folder)
+
+    together(runtime, sealer.folder, "resume from it", check)
+    for slot in runtime.slots():
+        slot.step = int(manifest["parameters"][slot.name]["step"])
+        slot.state_of = None
+    with torch.no_grad():
+        for name, buffer in persistent_buffers(model):
+            buffer.copy_(_as_tensor(record.content["buffers"][name], buffer))
+    restore_optimizer(optimizer, manifest)
+    restore_rng(runtime, record.content["rng"])
+    sealer.found = None
+    return manifest["extra"]
+
+
+def sealed_step(model: nn.Module) -> int | None:
+    """``extra["step"]`` of the state that `resume` would take up; None where there is none."""
+    sealer = runtime_of(model).sealer
+    return None if sealer is None or sealer.found is None else int(sealer.found.content["manifest"]["extra"]["step"])
+
+
+def sealed_folder(model: nn.Module) -> Path:
+    """Where this rank's records of sealed steps are."""
+    return _sealer_of(runtime_of(model), "sealed_folder").folder
+
+
+def give_up_sealed(model: nn.Module) -> None:
+    """The tier files of a durable model go when it is closed, like those of others. Every rank must call it."""
+    runtime = runtime_of(model)
+    sealer = _sealer_of(runtime, "give_up_sealed")
+    if runtime.collectives is not None:
+        runtime.collectives.barrier()  # all of them have come to the end
+    sealer.discard()
+
+
+def _sealer_of(runtime: Runtime, what: str) -> Sealer:
+    if runtime.sealer is None:
+        raise ConfigError(f"{what}: the model's tiers do not outlive the process; set checkpoint.durable = true")
+    return runtime.sealer
+
+
+def _as_text(buffer: torch.Tensor) -> str:
+    raw = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return base64.b64encode(raw.numpy().tobytes()).decode()
+
+
+def _as_tensor(text: str, like: torch.Tensor) -> torch.Tensor:
+    raw = bytearray(base64.b64decode(text))
+    if not raw:
+        return torch.empty_like(like)
+    return torch.frombuffer(raw, dtype=like.dtype).view(like.shape)
