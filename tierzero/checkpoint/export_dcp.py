@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
-
 from tierzero.checkpoint.output import ByteProgress, check_space, check_unused, failures_named, new_folder
-from tierzero.checkpoint.tensors import CheckpointTensors, ExportTensor
-
-_BLOCK = 2 << 20
-"""Elements of a tensor that are written at a time."""
+from tierzero.checkpoint.tensors import CheckpointTensors
 
 
 def export_dcp(
@@ -37,70 +23,12 @@ def export_dcp(
     whole or not at all. Raises ConfigError, before anything is written, for a bad argument, anything that stands at
     ``out`` already or too little space (BudgetError), and CheckpointError for a damaged checkpoint or a failing drive.
     """
+    from tierzero.checkpoint.dcp_writing import write_dcp
+
     target = Path(out)
     check_unused(target)
     with CheckpointTensors(checkpoint, dtype) as source:
         named = {name: tensor for tensor in source.tensors for name in tensor.names}
         check_space(target, sum(tensor.nbytes for tensor in named.values()))
         with failures_named(target), new_folder(target) as staging:
-            # The serial loader; the other one collects several blocks at once where there is a GPU.
-            writer = FileSystemWriter(staging, thread_count=1, per_thread_copy_ahead=0)
-            shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named.items()}
-            try:
-                save(shapes, storage_writer=writer, planner=_Planner(source, named, progress), no_dist=True)
-            except CheckpointException as error:
-                raise next(iter(error.failures.values()))[0] from None
-
-
-class _Planner(DefaultSavePlanner):
-    """Plans tensors in blocks, and reads each block when it is written."""
-
-    def __init__(
-        self, source: CheckpointTensors, named: dict[str, ExportTensor], progress: ByteProgress | None
-    ) -> None:
-        super().__init__()
-        self._source, self._named, self._progress = source, named, progress
-        self._total = sum(tensor.nbytes for tensor in named.values())
-        self._done = 0
-
-    def create_local_plan(self) -> SavePlan:
-        items = [item for name, tensor in self._named.items() for item in _items(name, tensor)]
-        self.plan = SavePlan(items, planner_data=self.mappings)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The values of a block, in its shape. Raises what `CheckpointTensors.read` does."""
-        assert write_item.tensor_data is not None
-        chunk = write_item.tensor_data.chunk
-        tensor = self._named[write_item.index.fqn]
-        start = sum(at * math.prod(tensor.shape[dim + 1 :]) for dim, at in enumerate(chunk.offsets))
-        values = self._source.read(tensor, start, start + math.prod(chunk.sizes))
-        self._done += values.nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-        return values.view(chunk.sizes)
-
-
-def _items(name: str, tensor: ExportTensor) -> Iterator[WriteItem]:
-    properties = TensorProperties(dtype=tensor.dtype)
-    for offsets, sizes in blocks(tensor.shape, _BLOCK):
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        yield WriteItem(
-            MetadataIndex(name, chunk.offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, torch.Size(tensor.shape)),
-        )
-
-
-def blocks(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of blocks that divide a tensor, each of ``most`` elements at most and contiguous in it."""
-    if math.prod(shape) <= most:
-        yield (0,) * len(shape), shape
-        return
-    dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= most)
-    inner = shape[dim + 1 :]
-    rows = max(1, most // math.prod(inner))
-    for leading in itertools.product(*map(range, shape[:dim])):
-        for first in range(0, shape[dim], rows):
-            sizes = (1,) * dim + (min(rows, shape[dim] - first), *inner)
-            yield (*leading, first, *(0,) * len(inner)), sizes
+            write_dcp(staging, source, named, progress)

@@ -179,7 +179,10 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
 def _add_parameter(data: _Data, name: str, fmt: StateFormat, start: int, values: torch.Tensor) -> None:
     weight = torch.empty(values.numel(), dtype=fmt.weight_dtype)
     parts = {part.name: torch.empty(values.numel(), dtype=part.dtype) for part in _written(fmt)}
-    store_master(fmt, values.float(), weight, parts)
+    master = values.float()
+    store_master(fmt, master, weight, parts)
+    if fmt.name == "fp16" and bool((weight.isinf() & master.isfinite()).any()):
+        raise ConfigError(f"import: tensor {name!r} has values beyond the range of fp16; use bf16 or fp32")
     data.add(name, "weight", start, weight)
     for segment, stored in parts.items():
         data.add(name, segment, start, stored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from tierzero.checkpoint.manifest import MANIFEST, Extent, extents_from, rank_stem, read_index, read_manifest
+from tierzero.checkpoint.output import ByteProgress
 from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.checkpoint.tensors import checkpoint_folder
 from tierzero.errors import CheckpointError
@@ -98,7 +99,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
     return _summary(folder, manifest, dict(by_segment))
 
 
-def verify_checkpoint(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> list[Damage]:
+def verify_checkpoint(path: str | os.PathLike[str], progress: ByteProgress | None = None) -> list[Damage]:
     """Reads the checkpoint at ``path`` to its end and returns everything that is wrong with it; nothing: it is whole.
 
     Memory is an extent. ``progress`` is told the bytes read and their total. Raises ConfigError where no checkpoint is.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -19,10 +19,8 @@ _LET_GO = 64 << 20
 """Bytes of dirty pages at most; a large file would otherwise push everything else out of memory."""
 
 
-class ByteProgress(Protocol):
-    """Told how far a conversion is: ``done`` bytes of ``total``."""
-
-    def __call__(self, done: int, total: int) -> None: ...
+ByteProgress = Callable[[int, int], None]
+"""Told how far something is: bytes done, and bytes in all."""
 
 
 def partial_of(path: Path) -> Path:
