@@ -5,7 +5,7 @@ from tierzero.checkpoint.export_dcp import export_dcp
 from tierzero.checkpoint.import_safetensors import import_safetensors
 from tierzero.checkpoint.inspection import inspect_checkpoint, verify_checkpoint
 from tierzero.checkpoint.load import load_checkpoint
-from tierzero.checkpoint.load_safetensors import load_safetensors
+from tierzero.checkpoint.load_weights import load_safetensors
 from tierzero.checkpoint.save import finish_checkpoint, save_checkpoint
 
 __all__ = [

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tierzero.checkpoint.output import ByteProgress
 from tierzero.checkpoint.tensors import CheckpointTensors, ExportTensor
 
-_BLOCK = 2 << 20
+_BLOCK = 1 << 20
 """Elements of a tensor that are written at a time."""
 
 
@@ -38,7 +38,10 @@ def write_dcp(
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is asked to be
             save(shapes, storage_writer=writer, planner=_Planner(source, named, progress), no_dist=True)
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+        failure = next(iter(error.failures.values()))[0]
+        # A write that fails breaks the archive that torch.save is about to end, and it reports only that.
+        hidden = failure.__context__
+        raise (hidden if isinstance(hidden, OSError) else failure) from None
 
 
 class _Planner(DefaultSavePlanner):

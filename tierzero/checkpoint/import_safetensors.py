@@ -43,7 +43,7 @@ from tierzero.tiers import PAGE, page_round
 
 BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
 """Name patterns of the buffers among the tensors of a folder, which does not say what is one."""
-_PIECE = 2 << 20
+_PIECE = 1 << 20
 """Elements of an extent; the conversion needs some 40 bytes for each."""
 _MOMENTS = ("m", "v")
 """Segments that are zero at the start."""

@@ -28,13 +28,18 @@ class Inspected:
     """What a verification has found; None without one."""
 
     @property
+    def step(self) -> int | None:
+        """Where the checkpoint cannot say, its name may."""
+        return self.summary.step if self.summary is not None else checkpoints.step_in_name(self.path)
+
+    @property
     def is_whole(self) -> bool:
         """As far as was looked."""
         return self.problem is None and not self.damage
 
     def as_json(self, tensors: bool) -> dict[str, Any]:
         """One JSON object, with the list of ``tensors`` or without."""
-        found: dict[str, Any] = {"path": str(self.path), "complete": self.is_whole}
+        found: dict[str, Any] = {"path": str(self.path), "complete": self.is_whole, "step": self.step}
         if self.summary is not None:
             found |= {key: value for key, value in self.summary.as_json().items() if tensors or key != "tensors"}
         if self.problem is not None:
@@ -59,7 +64,7 @@ class Inspected:
         if not self.is_whole:
             more = f", {len(self.damage) - 1} more" if self.damage and len(self.damage) > 1 else ""
             state = f"damaged: {self.damage[0] if self.damage else self.problem}{more}"
-        return f"{self.path}  {state}"
+        return f"step {self.step}  {self.path}  {state}"
 
 
 def several(path: Path) -> list[Path]:
