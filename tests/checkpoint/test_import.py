@@ -17,8 +17,9 @@ import tierzero as tz
 from tierzero.checkpoint import output
 from tierzero.cli.app import app
 
+from ..support.fake_device import FakeDevice
 from ..support.models import batch, net
-from ..support.oracle import Outcome, assert_bits, config
+from ..support.oracle import Outcome, assert_bits, config, sharded
 from ..support.rank_pool import RankPool
 from ..support.resuming import Run, running
 from ..train.test_command import CONFIG
@@ -79,6 +80,16 @@ def test_into_a_sharded_model(tier: str, tmp_path: Path) -> None:
         run.train(2)
         tz.load_safetensors(run.model, tmp_path / "files")
         assert_starts_from(run, wanted, wanted_masters)
+
+
+def test_into_device_memory(files: Path, tmp_path: Path) -> None:
+    """Of a device with memory of its own, whose copies come late."""
+    device, wanted = FakeDevice(), net(seed=3).state_dict()
+    with sharded(net(), config(tmp_path, "device", train={"precision": "fp32"}), device=device) as model:
+        model(*batch(0)).backward()
+        tz.load_safetensors(model, files)
+        assert all(torch.equal(value, wanted[name]) for name, value in tz.full_state_dict(model).items())
+    device.close()
 
 
 def load_as_rank(rank: int, size: int, folder: str) -> tuple[Outcome, dict[str, torch.Tensor]]:

@@ -59,7 +59,7 @@ def import_safetensors(
     progress: ByteProgress | None = None,
 ) -> None:
     """Writes a checkpoint to ``out`` that training begins from: the weights of the safetensors files in ``folder``,
-    moments of zero, step 0, ``extra`` {"step": 0}.
+    moments of zero, step 0, ``extra`` {"step": 0, "imported": the folder's name}.
 
     ``precision`` ("bf16", "fp16" or "fp32") is that of the model that will load it; the master is the value in the
     file, exactly, where fp32 can hold it. Tensors whose names match a pattern in ``buffers``, and those not of floating

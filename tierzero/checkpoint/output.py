@@ -25,6 +25,7 @@ ByteProgress = Callable[[int, int], None]
 
 def partial_of(path: Path) -> Path:
     """Where a file or folder is written before it gets its name."""
+    path = Path(os.path.abspath(path))  # "." has no name
     return path.with_name(f".{path.name}.partial")
 
 

@@ -19,7 +19,7 @@ from typing import Self
 
 import torch
 
-from tierzero.errors import ConfigError
+from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.fill import SafetensorsFolder
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -110,18 +110,22 @@ class SafetensorsSource(SafetensorsFolder):
         self._close()
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor, 1-D, in its own dtype. Raises OSError, and ConfigError
-        for a file that was cut since it was opened.
+        """Elements ``[start, stop)`` of the flattened tensor, 1-D, in its own dtype. Raises CheckpointError for a file
+        that cannot be read or was cut meanwhile.
         """
         entry = self.entries[name]
         values = torch.empty(stop - start, dtype=entry.dtype)
         if not values.numel():
             return values
-        file = self._file(entry.path)
         offset = entry.offset + start * entry.dtype.itemsize
-        file.seek(offset)
-        if file.readinto(values.view(torch.uint8).numpy().data) != values.nbytes:
-            raise ConfigError(f"{self._task}: {entry.path} ends inside the tensor {name!r}")
+        try:
+            file = self._file(entry.path)
+            file.seek(offset)
+            count = file.readinto(values.view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise CheckpointError(f"{self._task}: {entry.path} cannot be read: {error}") from error
+        if count != values.nbytes:
+            raise CheckpointError(f"{self._task}: {entry.path} ends inside the tensor {name!r}")
         os.posix_fadvise(file.fileno(), offset, values.nbytes, os.POSIX_FADV_DONTNEED)
         return values
 

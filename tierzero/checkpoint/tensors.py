@@ -132,7 +132,10 @@ class CheckpointTensors:
     def _segment(self, tensor: ExportTensor, segment: str, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         values = torch.empty(stop - start, dtype=dtype)
         if start < stop:
-            self.reader.read(tensor.name, segment, start, values)
+            try:
+                self.reader.read(tensor.name, segment, start, values)
+            except OSError as error:
+                raise CheckpointError(f"{self.folder}: {segment} of {tensor.name!r} cannot be read: {error}") from error
         return values
 
 

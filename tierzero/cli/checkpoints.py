@@ -35,7 +35,7 @@ def inspect(
         from ..training.inspected import inspected, listed, several
 
         folders = several(path)
-        with _progress("verifying") as progress:
+        with _progress("verifying", verify) as progress:
             found = [listed(folder, verify, progress) for folder in folders] or [inspected(path, verify, progress)]
         if as_json:
             objects = [each.as_json(tensors) for each in found]
@@ -115,9 +115,9 @@ def _say_written(out: Path, how: dict[str, Any], as_json: bool) -> None:
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
+def _progress(title: str, wanted: bool = True) -> Iterator[Callable[[int, int], None] | None]:
     """A bar over bytes where standard error is a terminal, else nothing."""
-    if not sys.stderr.isatty():
+    if not (wanted and sys.stderr.isatty()):
         yield None
         return
     from rich.console import Console
