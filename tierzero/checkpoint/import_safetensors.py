@@ -33,9 +33,9 @@ from tierzero.checkpoint.output import (
     check_unused,
     failures_named,
     new_folder,
-    sync,
 )
 from tierzero.checkpoint.safetensors_files import SafetensorsSource
+from tierzero.checkpoint.writer import sync_path
 from tierzero.errors import ConfigError
 from tierzero.optim.formats import Segment, StateFormat, state_format, store_master
 from tierzero.runtime.draft import DTYPES
@@ -168,7 +168,7 @@ def _write_data(staging: Path, source: SafetensorsSource, plan: _Plan, progress:
                     progress(done, total)
     index = {"extents": [record_as_json(extent) for extent in data.extents], "rng": {}, "nbytes": file.position}
     write_json(staging / f"{rank_stem(0)}.json", index)
-    sync(staging / f"{rank_stem(0)}.json")
+    sync_path(staging / f"{rank_stem(0)}.json")
 
 
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:
@@ -213,7 +213,7 @@ def _write_manifest(staging: Path, source: SafetensorsSource, plan: _Plan, extra
         "indexes": [read_json(staging / f"{rank_stem(0)}.json", "the index")[CHECKSUM]],
     }
     write_json(staging / MANIFEST, manifest)
-    sync(staging / MANIFEST)
+    sync_path(staging / MANIFEST)
 
 
 def _name(dtype: torch.dtype) -> str:

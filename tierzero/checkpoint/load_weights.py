@@ -10,6 +10,7 @@ from torch import nn
 
 from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.safetensors_files import SafetensorsSource
+from tierzero.checkpoint.save import finish_checkpoint
 from tierzero.errors import ConfigError
 from tierzero.optim.formats import store_master
 from tierzero.runtime.access import persistent_buffers
@@ -35,10 +36,12 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, strict
     """
     runtime = runtime_of(model)
     runtime.require_open(whole=False)
+    finish_checkpoint(model)
     path = Path(folder)
     sources: list[_Fitting] = []
     together(runtime, path, "read it", lambda: sources.append(_Fitting(runtime, model, path, strict)))
     with sources[0].source:
+        runtime.settle_snapshot()
         runtime.updates.anticipation.clear()
         runtime.flush()
         runtime.zero_grad()

@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from tierzero.checkpoint.writer import sync_path
 from tierzero.errors import BudgetError, CheckpointError, ConfigError
 from tierzero.tiers import free_bytes
 
@@ -27,15 +28,6 @@ def partial_of(path: Path) -> Path:
     """Where a file or folder is written before it gets its name."""
     path = Path(os.path.abspath(path))  # "." has no name
     return path.with_name(f".{path.name}.partial")
-
-
-def sync(path: Path) -> None:
-    """Flushes a file or a folder's entries to the drive. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_space(target: Path, nbytes: int) -> None:
@@ -109,7 +101,7 @@ class OutputFile:
                     self._flush()
             if error is None:
                 self._temporary.rename(self._path)
-                sync(self._path.parent)
+                sync_path(self._path.parent)
         finally:
             self._temporary.unlink(missing_ok=True)
 
@@ -125,9 +117,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     staging.mkdir(parents=True)
     try:
         yield staging
-        sync(staging)
+        sync_path(staging)
         staging.rename(target)
-        sync(target.parent)
+        sync_path(target.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
