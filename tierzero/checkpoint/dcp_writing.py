@@ -20,10 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tierzero.checkpoint.output import ByteProgress
-from tierzero.checkpoint.tensors import CheckpointTensors, ExportTensor
-
-_BLOCK = 1 << 20
-"""Elements of a tensor that are written at a time."""
+from tierzero.checkpoint.tensors import PIECE, CheckpointTensors, ExportTensor
 
 
 def write_dcp(
@@ -75,7 +72,7 @@ class _Planner(DefaultSavePlanner):
 
 def _items(name: str, tensor: ExportTensor) -> Iterator[WriteItem]:
     properties = TensorProperties(dtype=tensor.dtype)
-    for offsets, sizes in blocks(tensor.shape, _BLOCK):
+    for offsets, sizes in blocks(tensor.shape, PIECE):
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         yield WriteItem(
             MetadataIndex(name, chunk.offsets),

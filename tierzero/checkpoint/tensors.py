@@ -18,6 +18,9 @@ from tierzero.errors import CheckpointError, ConfigError
 from tierzero.optim.formats import join_master
 from tierzero.runtime.draft import DTYPES
 
+PIECE = 1 << 20
+"""Elements of a tensor that are converted and written at a time."""
+
 
 @dataclass(frozen=True)
 class ExportTensor:
@@ -104,13 +107,9 @@ class CheckpointTensors:
         return found
 
     def pieces(self, tensor: ExportTensor) -> Iterator[tuple[int, int]]:
-        """Elements ``[start, stop)`` that together are the flattened tensor, in order, each from one extent."""
-        position = 0
-        for extent, _ in self.reader.by_segment.get((tensor.name, tensor.segment), []):
-            stop = min(extent.stop, tensor.numel)
-            if stop > position:
-                yield position, stop
-                position = stop
+        """Elements ``[start, stop)`` that together are the flattened tensor, in order."""
+        for start in range(0, tensor.numel, PIECE):
+            yield start, min(start + PIECE, tensor.numel)
 
     def read(self, tensor: ExportTensor, start: int, stop: int) -> torch.Tensor:
         """Elements ``[start, stop)`` of the flattened tensor as they are written, 1-D, in host memory.
