@@ -59,6 +59,8 @@ def export_safetensors(
         missing = [file for file in plan.files if not (target / file.name).exists()]
         check_space(target, sum(file.nbytes for file in missing))
         target.mkdir(parents=True, exist_ok=True)
+        for name in (*(file.name for file in plan.files), INDEX):
+            partial_of(target / name).unlink(missing_ok=True)
         total = sum(tensor.nbytes for tensor in source.tensors)
         done = total - sum(file.data_nbytes for file in missing)
         for file in missing:
