@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from tierzero.api import close, full_state_dict, gathered, read_state, shard, stats
-from tierzero.checkpoint import finish_checkpoint, load_checkpoint, resume, save_checkpoint, seal
+from tierzero.checkpoint import (
+    export_dcp,
+    export_safetensors,
+    finish_checkpoint,
+    import_safetensors,
+    inspect_checkpoint,
+    load_checkpoint,
+    load_safetensors,
+    resume,
+    save_checkpoint,
+    seal,
+    verify_checkpoint,
+)
 from tierzero.config import Config
 from tierzero.empty import empty_init
 from tierzero.errors import (
@@ -39,14 +51,20 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "empty_init",
+    "export_dcp",
+    "export_safetensors",
     "finish_checkpoint",
     "full_state_dict",
     "gathered",
+    "import_safetensors",
+    "inspect_checkpoint",
     "load_checkpoint",
+    "load_safetensors",
     "read_state",
     "resume",
     "save_checkpoint",
     "seal",
     "shard",
     "stats",
+    "verify_checkpoint",
 ]

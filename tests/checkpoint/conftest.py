@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import resource
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,3 +26,13 @@ def two_ranks() -> Iterator[RankPool]:
     ranks = RankPool(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def no_large_files() -> Iterator[Callable[[], None]]:
+    """A file size limit makes a short write first, then an error, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, before)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
-import signal
 import stat
 import subprocess
 import sys
@@ -130,16 +128,6 @@ def test_process_ended_between_the_renames(again: bool, run: Run, tmp_path: Path
     with running(config(tmp_path / "nvme", **STATE), seed=8) as other:
         other.load(path)
         assert_bits(other.outcome(), wanted)
-
-
-@pytest.fixture
-def no_large_files() -> Iterator[Callable[[], None]]:
-    """A file size limit makes a short write first, then an error, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, before)
 
 
 def test_full_disk(no_large_files: Callable[[], None], tmp_path: Path) -> None:

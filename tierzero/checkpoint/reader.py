@@ -26,7 +26,8 @@ class RankFile:
 
 @dataclass
 class CheckpointReader:
-    """Extents of all ranks' files by parameter and segment; reads and verifies whole extents, keeping the last one.
+    """Extents of all ranks' files by parameter and segment; reads and verifies whole extents, keeping the last
+    one of each segment.
 
     Raises CheckpointError when a file is missing, damaged or of another checkpoint.
     """
@@ -35,7 +36,7 @@ class CheckpointReader:
     manifest: Mapping[str, Any]
     ranks: list[RankFile] = field(default_factory=list)
     by_segment: dict[tuple[str, str], list[tuple[Extent, RankFile]]] = field(default_factory=dict)
-    _last: tuple[Extent, bytes] | None = None
+    _last: dict[str, tuple[Extent, bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
@@ -81,18 +82,21 @@ class CheckpointReader:
         for extent, rank in self.by_segment[(parameter, segment)]:
             first, last = max(start, extent.start), min(stop, extent.stop)
             if first < last:
-                raw = self._extent(extent, rank)
-                values = torch.frombuffer(bytearray(raw), dtype=into.dtype)
-                into[first - start : last - start].copy_(values[first - extent.start : last - extent.start])
+                begin, end = ((at - extent.start) * into.element_size() for at in (first, last))
+                raw = memoryview(self._extent(extent, rank))[begin:end]
+                into[first - start : last - start].copy_(torch.frombuffer(bytearray(raw), dtype=into.dtype))
 
     def _extent(self, extent: Extent, rank: RankFile) -> bytes:
-        if self._last is not None and self._last[0] is extent:
-            return self._last[1]
+        last = self._last.get(extent.segment)
+        if last is not None and last[0] is extent:
+            return last[1]
+        self._last.pop(extent.segment, None)
+        del last  # the memory of one is given back before that of the next is taken
         rank.file.seek(extent.offset)
         raw = rank.file.read(extent.nbytes)
         verified(raw, extent, rank)
         os.posix_fadvise(rank.file.fileno(), extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
-        self._last = (extent, raw)
+        self._last[extent.segment] = (extent, raw)
         return raw
 
     def close(self) -> None:

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from . import checkpoints
 from .failures import reported, usage_errors
+from .values import size
 
 app = typer.Typer(
     name="tierzero",
@@ -18,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+checkpoints.add_to(app)
 
 
 def _version(wanted: bool) -> None:
@@ -66,15 +69,6 @@ def train(
         run(job)
 
 
-def _size(text: str) -> int:
-    from ..config.rules import parse_size
-
-    found = parse_size(text)
-    if found is None or found < 0:
-        raise typer.BadParameter(f'{text!r} is no size; write bytes, or text such as "16GB" or "512MiB"')
-    return found
-
-
 def _number(text: str) -> int:
     try:
         found = float(text)
@@ -97,9 +91,9 @@ def estimate(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that the state is divided among.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on, in equal numbers.")] = 1,
     precision: Annotated[str, typer.Option(help="For --params: bf16, fp16 or fp32.")] = "bf16",
-    device: Annotated[int | None, typer.Option(parser=_size, metavar="SIZE", help=f"Device {_SIZE_HELP}")] = None,
-    host: Annotated[int | None, typer.Option(parser=_size, metavar="SIZE", help=f"Host {_SIZE_HELP}")] = None,
-    nvme: Annotated[int | None, typer.Option(parser=_size, metavar="SIZE", help=f"NVMe {_SIZE_HELP}")] = None,
+    device: Annotated[int | None, typer.Option(parser=size, metavar="SIZE", help=f"Device {_SIZE_HELP}")] = None,
+    host: Annotated[int | None, typer.Option(parser=size, metavar="SIZE", help=f"Host {_SIZE_HELP}")] = None,
+    nvme: Annotated[int | None, typer.Option(parser=size, metavar="SIZE", help=f"NVMe {_SIZE_HELP}")] = None,
     gpu: Annotated[
         bool | None, typer.Option("--gpu/--cpu", help="Whether devices have memory of their own; else as here.")
     ] = None,

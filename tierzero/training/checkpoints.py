@@ -33,6 +33,11 @@ def step_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
+def step_in_name(path: Path) -> int | None:
+    """The step that the name of a checkpoint of `folder_of` states; None for another name."""
+    return step_of(path) if _NAME.fullmatch(path.name) else None
+
+
 def before(checkpoint: Path) -> Path | None:
     """The newest checkpoint beside this one that is older."""
     if not _NAME.fullmatch(checkpoint.name):
