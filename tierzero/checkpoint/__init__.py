@@ -17,6 +17,8 @@ __all__ = [
     "inspect_checkpoint",
     "load_checkpoint",
     "load_safetensors",
+    "resume",
     "save_checkpoint",
+    "seal",
     "verify_checkpoint",
 ]
