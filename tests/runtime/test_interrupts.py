@@ -16,7 +16,7 @@ from torch import nn
 
 import tierzero as tz
 from tierzero.api import running
-from tierzero.checkpoint import load
+from tierzero.checkpoint import streaming
 from tierzero.errors import TierError
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.state import SlotState, UnitState
@@ -214,9 +214,9 @@ def test_half_a_checkpoint_is_never_trained_on(tier: str, tmp_path: Path, monkey
     with sharded(built(STACK), config(tmp_path, tier), STACK.units) as model:
         optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
         tz.save_checkpoint(model, optimizer, tmp_path / "saved")
-        read = Once(load._read_open, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))
+        read = Once(streaming._take, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))
         read.arm(2)
-        monkeypatch.setattr(load, "_read_open", read)
+        monkeypatch.setattr(streaming, "_take", read)
         with pytest.raises(KeyboardInterrupt):
             tz.load_checkpoint(model, optimizer, tmp_path / "saved")
         assert read.fired
@@ -237,7 +237,7 @@ def test_a_damaged_tile_of_a_checkpoint_leaks_no_staging(tmp_path: Path, monkeyp
         def damaged(*_: object) -> None:
             raise tz.CheckpointError("damaged")
 
-        monkeypatch.setattr(load, "_read_open", damaged)
+        monkeypatch.setattr(streaming, "_take", damaged)
         with pytest.raises(tz.CheckpointError):
             tz.load_checkpoint(model, None, tmp_path / "saved")
         assert runtime.pools["host"].used == before
