@@ -236,7 +236,7 @@ def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path) -> None:
     with running(settings(tmp_path)) as run:
         run.take(tz.resume(run.model, run.optimizer))
         with pytest.raises(tz.TierError, match=f"{stored.name}.*damaged"):
-            run.train(1)
+            run.train(2)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
