@@ -1,0 +1,115 @@
+"""Checkpoints byte for byte: files of every version load, and the files that are written are those of docs/formats.md.
+
+``python -m tests.checkpoint.test_golden FOLDER`` writes the files of the present version.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch import nn
+
+import tierzero as tz
+
+GOLDEN = Path(__file__).parent / "golden"
+DTYPES = {"weight": "<u2", "lo": "<i2", "m": "<f4", "v": "<f4"}
+
+
+class Small(nn.Module):
+    """Values that bf16 cannot hold, so that their remainders are not zero; a frozen parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.arange(1, 13, dtype=torch.float32).view(3, 4) / 7)
+        self.vector = nn.Parameter(torch.arange(1, 6, dtype=torch.float32) / -3)
+        self.fixed = nn.Parameter(torch.arange(4, dtype=torch.float32) / 2, requires_grad=False)
+        self.register_buffer("count", torch.tensor([3, -4], dtype=torch.int64))
+
+
+def write(folder: Path) -> None:
+    torch.manual_seed(5)
+    with tempfile.TemporaryDirectory() as nvme:
+        sections = {"tiers": {"nvme": [nvme]}, "placement": dict.fromkeys(("params", "optimizer"), "nvme")}
+        model = tz.shard(Small(), tz.Config.from_dict(sections))
+        optimizer = tz.AdamW([model.matrix, model.vector], lr=0.5)
+        tz.save_checkpoint(model, optimizer, folder, extra={"step": 0})
+        tz.close(model)
+
+
+def array(folder: Path, parameter: str, segment: str, dtype: str) -> np.ndarray:
+    """As a reader that knows docs/formats.md and nothing else would read it."""
+    index = json.loads((folder / "rank-00000.json").read_text())
+    data = (folder / "rank-00000.bin").read_bytes()
+    found = [e for e in index["extents"] if (e["parameter"], e["segment"]) == (parameter, segment)]
+    parts = []
+    for extent in sorted(found, key=lambda extent: extent["start"]):
+        raw = data[extent["offset"] : extent["offset"] + extent["nbytes"]]
+        assert xxhash.xxh3_64_hexdigest(raw) == extent["xxh3"]
+        parts.append(np.frombuffer(raw, dtype))
+        assert parts[-1].size == extent["stop"] - extent["start"]
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_are_what_the_documentation_says(version: int) -> None:
+    folder = GOLDEN / f"v{version}"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["format"], manifest["version"]) == ("tierzero-checkpoint", version)
+    checksum = manifest.pop("xxh3")
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    assert checksum == xxhash.xxh3_64_hexdigest(text.encode())
+    assert manifest["indexes"] == [json.loads((folder / "rank-00000.json").read_text())["xxh3"]]
+    assert manifest["parameters"]["matrix"] == {
+        "names": ["matrix"],
+        "shape": [3, 4],
+        "dtype": "bfloat16",
+        "trainable": True,
+        "step": 0,
+    }
+    for name, wanted in (("matrix", np.arange(1, 13) / 7), ("vector", np.arange(1, 6) / -3)):
+        high, low = (array(folder, name, segment, DTYPES[segment]) for segment in ("weight", "lo"))
+        master = ((high.astype(np.uint32) << 16) + low.astype(np.int32).view(np.uint32)).view(np.float32)
+        assert master.tolist() == wanted.astype(np.float32).tolist()
+        assert not array(folder, name, "m", "<f4").any()
+        assert not array(folder, name, "v", "<f4").any()
+    fixed = array(folder, "fixed", "weight", "<u2").astype(np.uint32) << 16
+    assert fixed.view(np.float32).tolist() == [0, 0.5, 1, 1.5]
+    assert array(folder, "count", "buffer", "<i8").tolist() == [3, -4]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_every_version_load(version: int, tmp_path: Path) -> None:
+    model = Small()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    model = tz.shard(model, tz.Config.from_dict({"tiers": {"nvme": [str(tmp_path)]}}))
+    optimizer = tz.AdamW([model.matrix, model.vector], lr=0.1)
+    assert tz.load_checkpoint(model, optimizer, GOLDEN / f"v{version}") == {"step": 0}
+    assert torch.equal(tz.read_state(model.matrix, "master"), Small().matrix)
+    assert torch.equal(tz.read_state(model.fixed, "weight"), Small().fixed.bfloat16())
+    assert model.count.tolist() == [3, -4]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    tz.close(model)
+
+
+def test_what_is_written_is_the_present_version(tmp_path: Path) -> None:
+    written, golden = tmp_path / "written", GOLDEN / "v2"
+    write(written)
+    assert (written / "rank-00000.bin").read_bytes() == (golden / "rank-00000.bin").read_bytes()
+    for name in ("rank-00000.json", "manifest.json"):
+        found, wanted = (json.loads((folder / name).read_text()) for folder in (written, golden))
+        for varies in ("rng", "indexes", "xxh3"):  # with PyTorch's generator
+            found.pop(varies, None), wanted.pop(varies, None)
+        assert found == wanted, name
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
