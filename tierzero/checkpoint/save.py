@@ -30,6 +30,7 @@ from tierzero.checkpoint.manifest import (
     standing_folder,
     write_json,
 )
+from tierzero.checkpoint.removal import remove_behind
 from tierzero.checkpoint.writer import RankWriter, sync_path
 from tierzero.errors import CheckpointError, ConfigError, TierZeroError
 from tierzero.runtime.access import persistent_buffers
@@ -257,7 +258,7 @@ class _Save:
                 replaced.rename(target)
             raise
         sync_path(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove_behind(replaced)
 
 
 def _groups_to_write(runtime: Runtime) -> list[GroupState]:

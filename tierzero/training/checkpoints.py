@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import warnings
 from pathlib import Path
 
 from ..checkpoint.manifest import read_manifest, standing_folder
+from ..checkpoint.removal import remove_behind
 from ..config import Config
 from ..errors import CheckpointError, ConfigError
 
@@ -60,7 +60,7 @@ def left_behind(config: Config) -> str:
 def keep_newest(directory: Path, keep: int) -> None:
     """Removes all but the newest ``keep`` checkpoints."""
     for path in all_in(directory)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_behind(path)
 
 
 def check_directory(config: Config) -> None:
