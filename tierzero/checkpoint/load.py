@@ -44,18 +44,8 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     together(runtime, folder, "read it", lambda: sources.append(_open_and_check(runtime, optimizer, folder)))
     manifest, reader = sources[0].manifest, sources[0].reader
     try:
-        runtime.settle_snapshot()
-        if runtime.sealer is not None:
-            runtime.sealer.found = None  # not taken up, and there until the next seal
-        runtime.updates.anticipation.clear()
-        runtime.flush()
-        runtime.zero_grad()
-        for unit in runtime.units:
-            runtime.pager.forget(unit)
-        # Half a checkpoint on top of another state is neither: nothing goes on from it but another load.
-        runtime.half_loaded = folder
-        together(runtime, folder, "read it", lambda: _load_state(runtime, model, reader))
-        runtime.half_loaded = None
+        with runtime.replacing_state(folder):
+            together(runtime, folder, "read it", lambda: _load_state(runtime, model, reader))
     finally:
         reader.close()
     for slot in runtime.slots():

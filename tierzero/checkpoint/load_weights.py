@@ -40,17 +40,8 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, strict
     path = Path(folder)
     sources: list[_Fitting] = []
     together(runtime, path, "read it", lambda: sources.append(_Fitting(runtime, model, path, strict)))
-    with sources[0].source:
-        runtime.settle_snapshot()
-        runtime.updates.anticipation.clear()
-        runtime.flush()
-        runtime.zero_grad()
-        for unit in runtime.units:
-            runtime.pager.forget(unit)
-        # As in a load of a checkpoint: half of one set of weights on top of another is neither.
-        runtime.half_loaded = path
+    with sources[0].source, runtime.replacing_state(path):
         together(runtime, path, "read it", lambda: _load(runtime, model, sources[0]))
-        runtime.half_loaded = None
     for slot in runtime.slots():
         slot.step = 0
         slot.state_of = None

@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,6 +319,23 @@ class Runtime:
         if self._snapshot is not None:
             self._snapshot.wait()
             self._snapshot = self.updater.before_change = None
+
+    @contextlib.contextmanager
+    def replacing_state(self, source: Path) -> Iterator[None]:
+        """Around a load of all state from ``source``. Half of it on top of another state is neither: where the block
+        fails, nothing goes on from that but another load. Every rank must enter it.
+        """
+        self.settle_snapshot()
+        if self.sealer is not None:
+            self.sealer.found = None  # it is not taken up; its bytes stay until another state is sealed
+        self.updates.anticipation.clear()
+        self.flush()
+        self.zero_grad()
+        for unit in self.units:
+            self.pager.forget(unit)
+        self.half_loaded = source
+        yield
+        self.half_loaded = None
 
     def abandon_snapshot(self) -> None:
         """Ends a snapshot that nobody wants any more."""
