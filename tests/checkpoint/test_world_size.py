@@ -73,6 +73,28 @@ def test_one_rank_to_two_and_back(tmp_path: Path, two_ranks: RankPool) -> None:
     assert_bits(same_end, end)
 
 
+def load_at_stages(rank: int, size: int, folder: str) -> list[Outcome]:
+    found = []
+    for stage, floor in ((3, 0), (0, 0), (1, 500)):
+        settings = config(Path(folder), "host", **STATE, sharding={"stage": stage, "min_unit": floor})
+        with running(settings, seed=60 + rank) as run:
+            run.load(Path(folder) / "saved")
+            found.append(run.outcome())
+    return found
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.long)])
+def test_two_ranks_to_more_at_other_stages(size: int, tmp_path: Path, two_ranks: RankPool) -> None:
+    at_save = two_ranks.run(save_as_rank, str(tmp_path), 4, 0)[0][0]
+    ranks = RankPool(size)
+    try:
+        for outcomes in ranks.run(load_at_stages, str(tmp_path)):
+            for found in outcomes:
+                assert_bits(found, at_save)
+    finally:
+        ranks.close()
+
+
 def resave_as_rank(rank: int, size: int, folder: str) -> None:
     with running(config(Path(folder), **STATE), seed=rank) as run:
         run.load(Path(folder) / "saved")

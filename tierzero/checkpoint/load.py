@@ -44,7 +44,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     together(runtime, folder, "read it", lambda: sources.append(_open_and_check(runtime, optimizer, folder)))
     manifest, reader = sources[0].manifest, sources[0].reader
     try:
-        with runtime.replacing_state(folder):
+        with runtime.whole_state.replacing(folder):
             together(runtime, folder, "read it", lambda: _load_state(runtime, model, reader))
     finally:
         reader.close()

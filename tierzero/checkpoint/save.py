@@ -158,7 +158,7 @@ class _Save:
         writer = self._writer = RankWriter(runtime.engine, path, groups, self._content.buffers)
         priority = Priority.WRITE_BACK if self._background else Priority.DEMAND
         runtime.saving = self
-        copied = runtime.begin_snapshot(groups, writer.receive, priority)
+        copied = runtime.whole_state.begin_snapshot(groups, writer.receive, priority)
         self._written = runtime.engine.submit(self._write(copied, writer, priority))
         if self._background and runtime.world.rank == 0:
             self._sealed = runtime.engine.submit(self._seal_when_whole(self._written))
@@ -227,7 +227,7 @@ class _Save:
         for future in begun:
             future.cancel()
         if self._runtime.saving is self:
-            self._runtime.abandon_snapshot()
+            self._runtime.whole_state.abandon_snapshot()
         wait(begun)
         if self._writer is not None:
             self._writer.close()

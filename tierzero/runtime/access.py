@@ -54,7 +54,7 @@ def write_changed(runtime: Runtime, slot: SlotState, values: torch.Tensor) -> bo
 
     Returns whether anything on this rank differed.
     """
-    runtime.settle_snapshot()
+    runtime.whole_state.before_edit()
     group = slot.group
     flat = values.reshape(-1)
     changed = False
@@ -82,7 +82,7 @@ def write_changed(runtime: Runtime, slot: SlotState, values: torch.Tensor) -> bo
 
 def zero_moments(runtime: Runtime, slot: SlotState) -> None:
     """Sets this rank's part of the parameter's moments to zero; the master stays as it is."""
-    runtime.settle_snapshot()
+    runtime.whole_state.before_edit()
 
     def zero(opened: OpenTile, inside: slice, outside: slice) -> bool:
         for name in ("m", "v"):

@@ -7,16 +7,15 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from tierzero.errors import CheckpointError, ConfigError
+from tierzero.errors import ConfigError
 from tierzero.optim.owner import HyperOf
 from tierzero.planner.shape import MemoryPlan
 from tierzero.runtime.access import zero_moments
@@ -26,13 +25,13 @@ from tierzero.runtime.gradients import Gradients
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.pending import PendingUpdates
 from tierzero.runtime.sealing import LastingFiles, Sealer
-from tierzero.runtime.snapshot import Receive, Snapshot
 from tierzero.runtime.state import GroupState, SlotState, UnitState, slot_of
 from tierzero.runtime.stats import Counters, Stalls
 from tierzero.runtime.tile_io import TileIO
 from tierzero.runtime.update import Updater
+from tierzero.runtime.whole_state import WholeState
 from tierzero.sharding.collectives import Collectives, World
-from tierzero.tiers import IoEngine, MemoryPool, Priority, Tier, TieredStore
+from tierzero.tiers import IoEngine, MemoryPool, Tier, TieredStore
 
 Overlap = Literal["forward", "backward", "none"]
 
@@ -112,14 +111,12 @@ class Runtime:
         """What the loss was multiplied with before backward."""
         self.on_step_skipped: Callable[[bool], None] | None = None
         self._closed = False
-        self.sealer: Sealer | None = None
+        sealer: Sealer | None = None
         if parts.lasting is not None:
-            self.sealer = Sealer(parts.store, parts.lasting, parts.collectives, parts.plan.tile, self.flush)
-        self._snapshot: Snapshot | None = None
+            sealer = Sealer(parts.store, parts.lasting, parts.collectives, parts.plan.tile, self.flush)
+        self.whole_state = WholeState(parts.engine, parts.store, parts.device, self.updater, sealer, self._forget_all)
         self.saving: Unfinished | None = None
         """A checkpoint that is being written beside the training."""
-        self.half_loaded: Path | None = None
-        """The checkpoint that a load has begun and not ended with."""
         self._step_start = self._step_began = Counters()
         self._between_steps = True
         self.last_step = Counters(step_s=0.0)
@@ -130,6 +127,11 @@ class Runtime:
         model = self._model()
         assert model is not None
         return model
+
+    @property
+    def sealer(self) -> Sealer | None:
+        """None where the tiers end with the process."""
+        return self.whole_state.sealer
 
     @property
     def updates_in_backward(self) -> bool:
@@ -235,7 +237,7 @@ class Runtime:
         self.engine.check()
         self._collect_gradients()
         if self.sealer is not None and not self.updates_in_backward:
-            self.sealer.complete()
+            self.sealer.complete()  # whose slots the updates of this step will need
         applied = True
         if self.on_step_skipped is not None:
             applied = self.grad_norm() < float("inf")
@@ -296,52 +298,12 @@ class Runtime:
         self.updates.anticipation.check_dropped(self.slots() if slots is None else slots)
         self.gradients.drop(slots)
 
-    # Checkpoints.
-
-    def begin_snapshot(self, groups: Sequence[GroupState], receive: Receive, priority: Priority) -> Future[None]:
-        """Copies the tiles of ``groups`` as they are now to ``receive``, beside whatever the training does next. The
-        tiers must be up to date (`flush`).
-        """
-        self.settle_snapshot()
-        snapshot = Snapshot(self.engine, self.store, self.device, groups, receive)
-        self._snapshot, self.updater.before_change = snapshot, snapshot.secure
-        return snapshot.begin(priority)
-
-    def settle_snapshot(self) -> None:
-        """Before state is changed other than by an update: waits until a snapshot needs none of it any more, and seals
-        what is marked. Every rank must call it.
-        """
-        if self.sealer is not None:
-            self.sealer.complete()
-        self._wait_for_snapshot()
-
-    def _wait_for_snapshot(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.wait()
-            self._snapshot = self.updater.before_change = None
-
-    @contextlib.contextmanager
-    def replacing_state(self, source: Path) -> Iterator[None]:
-        """Around a load of all state from ``source``. Half of it on top of another state is neither: where the block
-        fails, nothing goes on from that but another load. Every rank must enter it.
-        """
-        self.settle_snapshot()
-        if self.sealer is not None:
-            self.sealer.found = None  # it is not taken up; its bytes stay until another state is sealed
+    def _forget_all(self) -> None:
         self.updates.anticipation.clear()
         self.flush()
         self.zero_grad()
         for unit in self.units:
             self.pager.forget(unit)
-        self.half_loaded = source
-        yield
-        self.half_loaded = None
-
-    def abandon_snapshot(self) -> None:
-        """Ends a snapshot that nobody wants any more."""
-        if self._snapshot is not None:
-            self._snapshot.cancel()
-        self._wait_for_snapshot()
 
     # Bookkeeping.
 
@@ -366,19 +328,11 @@ class Runtime:
         return {"device": device, "host": self.pools["host"].peak, "nvme": self.store.bytes_by_tier()[Tier.NVME]}
 
     def require_open(self, whole: bool = True) -> None:
-        """Raises ConfigError after `close`, and CheckpointError where ``whole`` state is needed and half is there."""
+        """Raises ConfigError after `close`, and as `WholeState.check` where ``whole`` state is needed."""
         if self._closed:
             raise ConfigError("this model's tiers were closed; shard a new model to go on")
-        if whole and self.half_loaded is not None:
-            raise CheckpointError(
-                f"the model holds half of {self.half_loaded}, which could not be loaded to its end; load another "
-                "checkpoint with tierzero.load_checkpoint, or shard a new model"
-            )
-        if whole and self.sealer is not None and self.sealer.found is not None:
-            raise ConfigError(
-                "the tiers hold a sealed step of an earlier run; take it up with tierzero.resume(model, optimizer), or "
-                f"load a checkpoint, or remove {self.sealer.folder} before the start"
-            )
+        if whole:
+            self.whole_state.check()
 
     def close(self) -> None:
         """Ends the background work and gives memory and files back. The model cannot be used afterwards."""
