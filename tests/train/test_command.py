@@ -154,6 +154,39 @@ def test_bad_input_is_one_line_and_exit_2(folder: Path, arguments: list[str], wa
     assert tier_files(folder) == []
 
 
+def wait_for_steps(started: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while not ((folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text().count("\n") >= steps):
+        assert started.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_run_with_durable_tiers_goes_on(folder: Path) -> None:
+    keys = ("durable=true", "async=true", "every=6")
+    flags = [word for key in keys for word in ("--set", f"checkpoint.{key}")]
+    flags += ["--set", "optimizer.schedule=constant"]
+    whole = run(folder, "--steps", "12", "--set", f"checkpoint.dir={folder / 'other'}", *flags)
+    assert whole.returncode == 0, whole.stderr
+    assert sorted(path.name for path in (folder / "other").iterdir()) == ["step-00000006", "step-00000012"]
+    assert tier_files(folder) == []
+    wanted = [(record["step"], record["loss"]) for record in metrics(folder)]
+
+    (folder / "metrics.jsonl").unlink()
+    started = subprocess.Popen(command(folder, "--steps", "100000", *flags), stdout=subprocess.PIPE)
+    wait_for_steps(started, folder, 4)
+    started.kill()
+    started.communicate()
+    refused = run(folder, "--steps", "12", *flags)
+    assert refused.returncode == 2
+    assert "is sealed in" in refused.stderr
+    assert "--resume auto" in refused.stderr
+    resumed = run(folder, "--steps", "12", "--resume", "auto", *flags)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [(record["step"], record["loss"]) for record in metrics(folder)] == wanted
+    assert tier_files(folder) == []
+
+
 def test_batch_that_the_ranks_do_not_divide(folder: Path) -> None:
     refused = run(folder, "--set", "train.batch_size=3", ranks=2)
     assert refused.returncode != 0
@@ -167,11 +200,7 @@ def test_sigterm_ends_the_run_and_removes_its_files(folder: Path) -> None:
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    deadline = time.monotonic() + 120
-    while not ((folder / "metrics.jsonl").exists() and len(metrics(folder)) >= 2):
-        assert started.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_steps(started, folder, 2)
     started.send_signal(signal.SIGTERM)
     started.communicate(timeout=60)
     assert started.returncode == 143

@@ -135,17 +135,22 @@ class Sealer:
             return
         self._bring_up_to_date()
         content, self._marked = self._marked, None
-        self._store.sync()
-        self._number += 1
+        # Between the record and the seal, what is written next would still go where the record points.
+        with self._store.engine.unbroken("while a step was being sealed"):
+            self._store.sync()
+            self._number += 1
+            self._record(content)
+            if self._collectives is not None:
+                self._collectives.barrier()  # the state before is let go of when all have this one
+            remove_records(self._files.folder, but=[self._number])
+            self._store.seal()
+
+    def _record(self, content: dict[str, Any]) -> None:
         record = SealRecord(self._number, self._store.layout(), self._store.slots(), content | {"tile": self._tile})
         try:
             write_record(self._files.folder, record)
         except OSError as error:
             raise CheckpointError(f"{self._files.folder}: a sealed step cannot be recorded: {error}") from error
-        if self._collectives is not None:
-            self._collectives.barrier()  # the state before is let go of when all have this one
-        remove_records(self._files.folder, but=[self._number])
-        self._store.seal()
 
     def discard(self) -> None:
         """The files go with the model: what they hold is not wanted any more."""
