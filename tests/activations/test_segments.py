@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tierzero.activations.segments import Segments, segment_length
+
+from ..support.live import Live
 
 DIM = 16
 ROWS = 8
@@ -235,29 +234,6 @@ def test_an_input_changed_before_the_backward_is_an_error() -> None:
 
 
 # Memory and work.
-
-
-class Live(TorchDispatchMode):
-    """Remembers every memory that an operation inside returned; `nbytes` is what of it is still there, but for the
-    parameters of ``model``.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._seen: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage.data_ptr() not in self._own:
-                    self._seen[StorageWeakRef(storage)] = storage.nbytes()
-        return result
-
-    def nbytes(self) -> int:
-        return sum(nbytes for ref, nbytes in self._seen.items() if not ref.expired())
 
 
 def kept_after_forward(units: int, recompute: str | int) -> tuple[int, int]:

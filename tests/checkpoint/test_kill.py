@@ -63,17 +63,13 @@ def check(ranks: int, how: str, seeds: range, kills: int, tmp_path: Path) -> Non
         assert losses(folder, ranks) == wanted, f"seed {seed}"
 
 
-HOW = ["checkpoints", "sealed"]
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "how"), [(1, "sealed"), (2, "checkpoints")])
 def test_killed_run_goes_on(ranks: int, how: str, tmp_path: Path) -> None:
     check(ranks, how, range(1), 1, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["checkpoints", "sealed"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_at_a_hundred_moments(ranks: int, how: str, tmp_path: Path) -> None:
     check(ranks, how, range(100, 125), 1, tmp_path)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,45 +197,6 @@ def test_saves_leave_memory_and_descriptors_flat(tmp_path: Path) -> None:
         tz.close(model)
     assert after[1:] == before[1:]
     assert after[0] - before[0] < 12 << 20
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from tests.support.oracle import config
-from tests.support.resuming import running
-folder = Path(sys.argv[1])
-(folder / "nvme").mkdir(exist_ok=True)
-with running(config(folder / "nvme", train={"precision": "bf16"})) as run:
-    while True:
-        run.train(1)
-        run.save(folder / "saved")
-        print(run.step, flush=True)
-"""
-
-
-def test_killed_while_saving(tmp_path: Path) -> None:
-    """kill -9 at any moment: the last checkpoint that the run reported, or a newer one, loads."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            if int(line) == 5:
-                break
-        process.kill()
-        process.wait(30)
-        reported = [5, *map(int, lines)][-1]
-    with running(config(tmp_path / "nvme", **STATE), seed=8) as run:
-        run.load(tmp_path / "saved")
-        assert run.step >= reported
-        found = run.outcome()
-        steps = run.step
-    with running(config(tmp_path / "nvme", **STATE)) as run:
-        run.train(steps)
-        assert_bits(found, run.outcome())
 
 
 def test_a_link_to_a_checkpoint_is_written_through(run: Run, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tierzero.train import _build
 from tierzero.training.estimated import activations_of, estimate_config, estimate_parameters
 from tierzero.training.ranks import Ranks, micro_batches
 
-from ..activations.test_segments import Live
+from ..support.live import Live
 from ..support.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[2]
