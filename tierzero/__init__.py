@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tierzero.api import close, full_state_dict, gathered, read_state, shard, stats
 from tierzero.checkpoint import (
+    discard_sealed,
     export_dcp,
     export_safetensors,
     finish_checkpoint,
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "close",
+    "discard_sealed",
     "empty_init",
     "export_dcp",
     "export_safetensors",

@@ -16,7 +16,7 @@ from torch import nn
 
 import tierzero as tz
 
-from .checkpoint.sealed import give_up_sealed, sealed_folder, sealed_step
+from .checkpoint.sealed import discard_sealed, sealed_folder, sealed_step
 from .config import Config
 from .data import DataSplit, open_data
 from .errors import CheckpointError, ConfigError
@@ -128,6 +128,8 @@ class Run:
         self.job, self.config, self.model, self.device, self.stop = job, job.config, model, device, stop
         self.optimizer = _optimizer(self.config, model)
         self.scaler = tz.LossScaler(model) if self.config.train.precision == "fp16" else None
+        self.source = ""
+        """What it goes on from."""
         self.start = self._resume()
         self.scheduler = scheduler_at(
             self.optimizer, self.config.optimizer, self.config.train.steps, min(self.start, self.config.train.steps)
@@ -148,9 +150,15 @@ class Run:
             )
         if sealed is not None and self.job.go_on and (folder is None or checkpoints.step_of(Path(folder)) <= sealed):
             self._take_extra(tz.resume(self.model, self.optimizer))
+            self.source = f"the step sealed in {sealed_folder(self.model)}"
             return sealed
         if folder is None:
+            if self.job.go_on and self.config.checkpoint.durable:
+                self._note("--resume auto: no sealed step and no checkpoint, starting afresh")
             return 0
+        if sealed is not None:
+            self._note(f"step {sealed}, sealed in the tier files, is given up for {folder}")
+        self.source = folder
         try:
             extra: dict[str, Any] = tz.load_checkpoint(self.model, self.optimizer, folder)
         except CheckpointError as error:
@@ -161,6 +169,10 @@ class Run:
             raise ConfigError(f"--resume: {folder} does not say at which step it was written; give one of this command")
         self._take_extra(extra)
         return int(extra["step"])
+
+    def _note(self, text: str) -> None:
+        if self.job.ranks.first:
+            print(f"note     {text}", flush=True)
 
     def _take_extra(self, extra: dict[str, Any]) -> None:
         if self.scaler is not None and "scaler" in extra:
@@ -201,10 +213,10 @@ class Run:
         if self.start >= train.steps:
             validation = self.validate()
         self._finish(validation)
-        self._give_up_sealed()
+        self._discard_sealed()
         return validation
 
-    def _give_up_sealed(self) -> None:
+    def _discard_sealed(self) -> None:
         """At the end of the run its last checkpoint is all that is needed; a run that was killed before it has none."""
         section = self.config.checkpoint
         if not section.durable or section.dir is None:
@@ -212,7 +224,7 @@ class Run:
         last = checkpoints.folder_of(section.dir, max(self.start, self.config.train.steps))
         if ranks.from_first(None if last.exists() else str(last), self.device) is not None:
             tz.save_checkpoint(self.model, self.optimizer, last, extra=self._extra(checkpoints.step_of(last)))
-        give_up_sealed(self.model)
+        discard_sealed(self.model)
 
     def steps(self) -> Iterator[Record]:
         """Runs the steps that are left, giving the record of each."""
@@ -307,7 +319,7 @@ class Run:
         own, train = self.job.ranks, self.config.train
         print(f"data     {self.job.data.description}")
         if self.start and self.start >= train.steps:
-            done = f"{self.job.resume} is from step {self.start}, train.steps is {train.steps}"
+            done = f"{self.source} is from step {self.start}, train.steps is {train.steps}"
             print(f"training done already: {done}", flush=True)
             return
         plan = f"steps {self.start + 1} to {train.steps}" if self.start else f"{train.steps} steps"
@@ -315,6 +327,8 @@ class Run:
         over = f" on {own.world_size} ranks" if own.world_size > 1 else ""
         size = f"{train.batch_size} x {train.seq_len} tokens{split}"
         print(f"training {plan} of {size}{over}, {train.precision}, {self.device}", flush=True)
+        if self.source:
+            print(f"from     {self.source}", flush=True)
 
     def _finish(self, validation: float | None) -> None:
         sample = self._sample()

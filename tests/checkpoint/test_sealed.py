@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +17,6 @@ import torch
 import tierzero as tz
 from tierzero.api import running as runtime_of
 from tierzero.checked_json import write_json
-from tierzero.tiers.seals import read_records
 
 from ..support.oracle import Outcome, assert_bits, config
 from ..support.rank_pool import RankPool
@@ -245,24 +247,40 @@ def test_a_damaged_record_is_as_good_as_none(damage: str, tmp_path: Path) -> Non
     with running(settings(tmp_path)) as run:
         sealed_steps(run, 2)
     folder = records(tmp_path)
-    (last,) = read_records(folder)
-    path = folder / f"sealed-{last.number:08d}.json"
-    newer = folder / f"sealed-{last.number + 1:08d}.json"
+    path = max(folder.glob("sealed-*.json"))
     text = path.read_text()
+    newer = folder / f"sealed-{json.loads(text)['number'] + 1:08d}.json"
     newer.write_text({"cut": text[:300], "flipped": text.replace('"step": 2', '"step": 3', 1), "empty": ""}[damage])
     with running(settings(tmp_path)) as run:
         run.take(tz.resume(run.model, run.optimizer))
         assert run.step == 2
+        sealed_steps(run, 1)
+    with running(settings(tmp_path)) as run:
+        run.take(tz.resume(run.model, run.optimizer))
+        assert run.step == 3
+
+
+def test_a_damaged_record_alone_is_no_fresh_start(tmp_path: Path) -> None:
+    with running(settings(tmp_path)) as run:
         sealed_steps(run, 2)
-    assert [record.content["manifest"]["extra"]["step"] for record in read_records(folder)] == [4]
+    (path,) = records(tmp_path).glob("sealed-00000002.json")
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b'"step": 2', b'"step": 3', 1))
+    path.with_name("sealed-00000001.json").unlink(missing_ok=True)
+    with pytest.raises(tz.ConfigError, match=r"sealed-00000002\.json.*damaged.*remove"), running(settings(tmp_path)):
+        pass
+    path.write_bytes(good)
+    with running(settings(tmp_path)) as run:
+        run.take(tz.resume(run.model, run.optimizer))
+        assert run.step == 2
 
 
 def test_a_record_of_a_newer_version(tmp_path: Path) -> None:
     with running(settings(tmp_path)) as run:
         sealed_steps(run, 1)
-    (path,) = records(tmp_path).glob("sealed-*.json")
+    path = max(records(tmp_path).glob("sealed-*.json"))
     write_json(path, json.loads(path.read_text()) | {"version": 99})
-    with pytest.raises(tz.ConfigError, match=r"sealed-.*json: version 99"), running(settings(tmp_path)):
+    with pytest.raises(tz.ConfigError, match=r"sealed-.*json has version 99"), running(settings(tmp_path)):
         pass
 
 
@@ -290,9 +308,10 @@ def test_what_durable_tiers_need(keys: list[str], message: str, tmp_path: Path) 
 
 def test_without_durable_tiers(tmp_path: Path) -> None:
     with running(config(tmp_path)) as run:
-        for act in (tz.seal, tz.resume):
-            with pytest.raises(tz.ConfigError, match=r"checkpoint\.durable = true"):
-                act(run.model, run.optimizer)
+        with pytest.raises(tz.ConfigError, match=r"checkpoint\.durable = true"):
+            tz.seal(run.model, run.optimizer, {})
+        with pytest.raises(tz.ConfigError, match=r"checkpoint\.durable = true"):
+            tz.resume(run.model, run.optimizer)
 
 
 def as_rank(rank: int, size: int, folder: str) -> None:
@@ -316,7 +335,7 @@ def as_rank(rank: int, size: int, folder: str) -> None:
         for path in folder_of.glob("sealed-*.json"):
             path.unlink()
     torch.distributed.barrier()
-    with pytest.raises(tz.ConfigError, match="sealed step of 2 ranks"), running(settings(root)):
+    with pytest.raises(tz.ConfigError, match="records of the last sealed step are missing"), running(settings(root)):
         pass
 
 
@@ -335,3 +354,156 @@ def at_other_stages(rank: int, size: int, folder: str) -> None:
 
 def test_stages_that_keep_weights_in_memory_are_refused(tmp_path: Path, two_ranks: RankPool) -> None:
     two_ranks.run(at_other_stages, str(tmp_path))
+
+
+def drives(root: Path, names: str) -> tz.Config:
+    for name in names:
+        (root / name).mkdir(exist_ok=True)
+    return settings(root).override([f"tiers.nvme={[str(root / name) for name in names]}"])
+
+
+@pytest.mark.parametrize("others", ["ba", "b", "ca", "abc"])
+def test_other_drives_are_refused_and_harm_nothing(others: str, tmp_path: Path) -> None:
+    with running(drives(tmp_path, "ab")) as run:
+        sealed_steps(run, 3)
+    message = r"drive . of 2.*same paths in the same order|records of the last sealed step are missing"
+    with pytest.raises(tz.ConfigError, match=message), running(drives(tmp_path, others)):
+        pass
+    with running(drives(tmp_path, "ab")) as run:
+        run.take(tz.resume(run.model, run.optimizer))
+        assert run.step == 3
+        run.train(2)
+
+
+def test_the_same_folder_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for name in ("real/ck", "link/ck", "real/../real/ck"):
+        with running(settings(tmp_path).override([f"checkpoint.dir={tmp_path}/{name}"])) as run:
+            if name != "real/ck":
+                run.take(tz.resume(run.model, run.optimizer))
+            sealed_steps(run, 1)
+    assert run.step == 3
+
+
+def test_between_an_early_update_and_its_step(tmp_path: Path) -> None:
+    """The weights are half of the next step's then: no state to seal."""
+    with running(settings(tmp_path, "backward", train={"grad_clip": 0})) as run:
+        run.model(torch.arange(18).view(2, 9)).square().mean().backward()
+        with pytest.raises(tz.ConfigError, match=r"backward"):
+            tz.seal(run.model, run.optimizer, {"step": 1})
+        run.optimizer.step()
+        tz.seal(run.model, run.optimizer, {"step": 1})
+
+
+def test_what_the_loop_counts_is_asked_for(tmp_path: Path) -> None:
+    with running(settings(tmp_path)) as run, pytest.raises(tz.ConfigError, match="extra is no dict"):
+        tz.seal(run.model, run.optimizer, None)
+
+
+def test_another_buffer_is_refused_by_name(tmp_path: Path) -> None:
+    with running(settings(tmp_path)) as run:
+        sealed_steps(run, 1)
+    with running(settings(tmp_path)) as run:
+        run.model.register_buffer("new", torch.zeros(3))
+        with pytest.raises(tz.CheckpointError, match="buffer 'new'"):
+            tz.resume(run.model, run.optimizer)
+
+
+def diverging(rank: int, size: int, folder: str) -> None:
+    """A later record that one rank alone has written, of a life whose steps are done again otherwise."""
+    root = Path(folder)
+    with killed(settings(root)) as run:
+        sealed_steps(run, 3, rank)
+    own = next((root / "nvme" / "tierzero").glob(f"lasting-*-rank-{rank}"))
+    stale = max(own.glob("sealed-*.json"))  # of step 2
+    copied = json.loads(stale.read_text())
+    with killed(settings(root)) as run:
+        run.take(tz.resume(run.model, run.optimizer))
+        assert run.step == 2
+        if rank == 1:
+            write_json(own / "sealed-00000003.json", copied | {"number": 3, "life": "of the first"})
+        torch.distributed.barrier()
+    with killed(settings(root)) as run:
+        run.take(tz.resume(run.model, run.optimizer))
+        assert run.step == 2
+        assert not (own / "sealed-00000003.json").exists()
+        if rank == 1:
+            write_json(own / "sealed-00000003.json", copied | {"number": 3, "life": "of the first"})
+        torch.distributed.barrier()
+        if rank == 0:
+            write_json(own / "sealed-00000003.json", json.loads(max(own.glob("sealed-*")).read_text()) | {"number": 3})
+        torch.distributed.barrier()
+    with killed(settings(root)) as run:
+        run.take(tz.resume(run.model, run.optimizer))
+        assert run.step == 2
+
+
+def test_records_of_two_lives_do_not_mix(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(diverging, str(tmp_path))
+
+
+def first_and_last(rank: int, size: int, folder: str) -> None:
+    """A crash in the first seal, and one at the end: on rank 0 it has happened, on rank 1 not yet."""
+    root = Path(folder)
+    with killed(settings(root)) as run:
+        sealed_steps(run, 2, rank)
+    own = next((root / "nvme" / "tierzero").glob(f"lasting-*-rank-{rank}"))
+    (sealed,) = own.glob("sealed-*.json")
+    begun = json.loads(sealed.read_text()) | {"number": 0, "kind": "begun", "slots": "", "digests": [], "content": {}}
+    write_json(own / "sealed-00000000.json", begun)
+    if rank == 1:
+        sealed.unlink()
+    torch.distributed.barrier()
+    with killed(settings(root)) as run:
+        assert tz.resume(run.model, run.optimizer) is None
+        sealed_steps(run, 3, rank)
+    ended = json.loads(max(own.glob("sealed-*.json")).read_text()) | {"number": 9, "kind": "ended"}
+    if rank == 1:
+        write_json(own / "sealed-00000009.json", ended | {"slots": "", "digests": [], "content": {}})
+    else:
+        for path in own.glob("sealed-*.json"):
+            path.unlink()
+    torch.distributed.barrier()
+    with killed(settings(root)) as run:
+        assert tz.resume(run.model, run.optimizer) is None
+
+
+def test_crashes_in_the_first_seal_and_at_the_end(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(first_and_last, str(tmp_path))
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import tierzero as tz
+from tests.checkpoint.test_sealed import sealed_steps, settings
+from tests.support.resuming import running
+context = running(settings(Path(sys.argv[1])))
+run = context.__enter__()
+sealed_steps(run, 2)
+run.save(Path(sys.argv[1]) / "saved", background=True)
+run.train(1)
+tz.seal(run.model, run.optimizer, run.extra())
+"""
+
+
+def test_the_end_of_a_script_completes_both(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, timeout=120, check=False)
+    assert done.returncode == 0
+    with running(settings(tmp_path)) as run:
+        run.take(tz.resume(run.model, run.optimizer))
+        assert run.step == 3
+        run.load(tmp_path / "saved")
+        assert run.step == 2
+
+
+def test_a_run_that_never_sealed_leaves_nothing(tmp_path: Path) -> None:
+    with running(settings(tmp_path)) as run:
+        run.train(1)
+    assert [path for path in (tmp_path / "nvme").rglob("*") if path.is_file()] == []
+    with running(settings(tmp_path)) as run:
+        sealed_steps(run, 1)
+        tz.discard_sealed(run.model)
+    assert [path for path in (tmp_path / "nvme").rglob("*") if path.is_file()] == []

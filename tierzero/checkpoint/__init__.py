@@ -7,9 +7,10 @@ from tierzero.checkpoint.inspection import inspect_checkpoint, verify_checkpoint
 from tierzero.checkpoint.load import load_checkpoint
 from tierzero.checkpoint.load_weights import load_safetensors
 from tierzero.checkpoint.save import finish_checkpoint, save_checkpoint
-from tierzero.checkpoint.sealed import resume, seal
+from tierzero.checkpoint.sealed import discard_sealed, resume, seal
 
 __all__ = [
+    "discard_sealed",
     "export_dcp",
     "export_safetensors",
     "finish_checkpoint",

@@ -46,14 +46,14 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     try:
         with runtime.whole_state.replacing(folder):
             together(runtime, folder, "read it", lambda: _load_state(runtime, model, reader))
+            for slot in runtime.slots():
+                slot.step = int(manifest["parameters"][slot.name]["step"])
+                slot.state_of = None
+            restore_optimizer(optimizer, manifest)
+            if runtime.world.rank < len(reader.ranks):  # a rank that did not exist keeps its present state
+                restore_rng(runtime, reader.ranks[runtime.world.rank].index.get("rng", {}))
     finally:
         reader.close()
-    for slot in runtime.slots():
-        slot.step = int(manifest["parameters"][slot.name]["step"])
-        slot.state_of = None
-    restore_optimizer(optimizer, manifest)
-    if runtime.world.rank < len(reader.ranks):  # a rank that did not exist keeps its present state
-        restore_rng(runtime, reader.ranks[runtime.world.rank].index.get("rng", {}))
     return manifest["extra"]
 
 

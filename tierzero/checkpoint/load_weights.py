@@ -42,9 +42,9 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, strict
     together(runtime, path, "read it", lambda: sources.append(_Fitting(runtime, model, path, strict)))
     with sources[0].source, runtime.whole_state.replacing(path):
         together(runtime, path, "read it", lambda: _load(runtime, model, sources[0]))
-    for slot in runtime.slots():
-        slot.step = 0
-        slot.state_of = None
+        for slot in runtime.slots():
+            slot.step = 0
+            slot.state_of = None
 
 
 class _Fitting:

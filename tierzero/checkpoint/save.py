@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
 import json
 import os
@@ -160,6 +161,8 @@ class _Save:
         runtime.saving = self
         copied = runtime.whole_state.begin_snapshot(groups, writer.receive, priority)
         self._written = runtime.engine.submit(self._write(copied, writer, priority))
+        if self._background:
+            atexit.register(self.end)
         if self._background and runtime.world.rank == 0:
             self._sealed = runtime.engine.submit(self._seal_when_whole(self._written))
 
@@ -189,6 +192,8 @@ class _Save:
         await asyncio.shield(asyncio.wrap_future(written))
         ranks = range(self._runtime.world.size)
         while not all((self._staging / f"{rank_stem(rank)}.json").exists() for rank in ranks):
+            if not self._staging.is_dir():
+                raise CheckpointError(f"checkpoint {self._target}: {self._staging} was removed while it was written")
             await asyncio.sleep(_POLL_S)
         await self._runtime.engine.call(self._seal)
 
@@ -209,7 +214,7 @@ class _Save:
             self._seal()
 
     def end(self) -> None:
-        """At the end of the model, when other ranks may be gone."""
+        """At the end of the model or the process, when other ranks may be gone."""
         try:
             self._wait_written()
             if self._sealed is not None:
@@ -236,6 +241,7 @@ class _Save:
             shutil.rmtree(self._staging, ignore_errors=True)
 
     def _over(self) -> None:
+        atexit.unregister(self.end)
         if self._runtime.saving is self:
             self._runtime.saving = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,29 @@ from torch import nn
 from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.load import check_optimizer, check_parameters, restore_optimizer, restore_rng
 from tierzero.checkpoint.save import check_saved, manifest_of, rng_state
-from tierzero.errors import ConfigError
+from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.sealing import Sealer
 
 
-def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None = None) -> None:
-    """Makes the state as of now the one that a run goes on from after a crash (`resume`), with ``extra`` (anything JSON
-    can hold). Every rank must call it, at best after every step. Needs ``checkpoint.durable``.
+def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]) -> None:
+    """Makes the state as of now the one that a run goes on from after a crash (`resume`), with ``extra``: what the loop
+    counts, such as {"step": step}, anything JSON can hold. Every rank must call it, at best after every step. Needs
+    ``checkpoint.durable``.
 
     It takes effect when all of the state is on the drive: with ``optimizer.overlap = "forward"`` during the next step.
-    Nothing is written for it but a record. Raises ConfigError where the model's tiers are not durable.
+    Nothing is written for it but a record. Raises ConfigError where the model's tiers are not durable, and between a
+    backward that has updated weights already and its step.
     """
     runtime = runtime_of(model)
     runtime.require_open()
     sealer = _sealer_of(runtime, "seal")
+    if not isinstance(extra, dict):
+        raise ConfigError('seal: extra is no dict; give what your loop counts, such as {"step": step}')
+    runtime.check_use()
     together(runtime, sealer.folder, "seal it", lambda: check_saved(runtime, optimizer, extra))
     content = {
-        "world_size": runtime.world.size,
         "manifest": manifest_of(runtime, model, optimizer, extra),
         "rng": rng_state(runtime),
         "buffers": {name: _as_text(buffer) for name, buffer in persistent_buffers(model)},
@@ -58,6 +63,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     def check() -> None:
         check_parameters(runtime, manifest, sealer.folder)
         check_optimizer(optimizer, manifest, sealer.folder)
+        _check_buffers(model, manifest["buffers"], sealer.folder)
 
     together(runtime, sealer.folder, "resume from it", check)
     for slot in runtime.slots():
@@ -83,19 +89,24 @@ def sealed_folder(model: nn.Module) -> Path:
     return _sealer_of(runtime_of(model), "sealed_folder").folder
 
 
-def give_up_sealed(model: nn.Module) -> None:
-    """The tier files of a durable model go when it is closed, like those of others. Every rank must call it."""
-    runtime = runtime_of(model)
-    sealer = _sealer_of(runtime, "give_up_sealed")
-    if runtime.collectives is not None:
-        runtime.collectives.barrier()  # all of them have come to the end
-    sealer.discard()
+def discard_sealed(model: nn.Module) -> None:
+    """Gives up what is sealed: the tier files of a durable model go when it is closed, like those of others. For the
+    end of a run, when its last checkpoint is written. Every rank must call it.
+    """
+    _sealer_of(runtime_of(model), "discard_sealed").discard()
 
 
 def _sealer_of(runtime: Runtime, what: str) -> Sealer:
     if runtime.sealer is None:
         raise ConfigError(f"{what}: the model's tiers do not outlive the process; set checkpoint.durable = true")
     return runtime.sealer
+
+
+def _check_buffers(model: nn.Module, saved: Mapping[str, Any], folder: Path) -> None:
+    own = {name: list(buffer.shape) for name, buffer in persistent_buffers(model)}
+    for name in sorted(own.keys() | saved.keys()):
+        if name not in own or name not in saved or saved[name]["shape"] != own[name]:
+            raise CheckpointError(f"{folder}: buffer {name!r} is not as in the model; it is of another one")
 
 
 def _as_text(buffer: torch.Tensor) -> str:

@@ -66,6 +66,8 @@ def build_runtime(
     runtime: Runtime | None = None
     try:
         unit_states = _declare(drafted, plan, machinery.store, world, device)
+        if lasting is not None:
+            lasting.check_layout(machinery.store)
         machinery.store.open(existing=lasting is not None and lasting.found is not None)
         runtime = Runtime(model, unit_states, machinery)
         for unit in unit_states:
@@ -304,7 +306,7 @@ def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:
             warm_up_gradients(group.grad_dtype, group.layout.dtype)
     sealer = runtime.sealer
     if sealer is not None and sealer.found is not None:
-        sealer.adopt()
+        sealer.begin()
         for unit in runtime.units:
             take_values(unit)
         return

@@ -3,7 +3,9 @@ talk to."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -119,6 +121,9 @@ class Runtime:
         """A checkpoint that is being written beside the training."""
         self._step_start = self._step_began = Counters()
         self._between_steps = True
+        if sealer is not None:
+            self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+            atexit.register(self._at_exit)
         self.last_step = Counters(step_s=0.0)
         self.steps = 0
 
@@ -340,9 +345,11 @@ class Runtime:
             return
         if self.saving is not None:
             self.saving.end()
-        if self.sealer is not None and self.collectives is None:
+        if self.sealer is not None:
+            atexit.unregister(self._at_exit)
+        if self.sealer is not None and (self.collectives is None or self._between_steps):
             with contextlib.suppress(Exception):  # then the step before it is what there is
-                self.sealer.complete()
+                self.sealer.complete_alone()
         self._closed = True
         with contextlib.suppress(Exception):  # a broken engine has closed what it could
             self.engine.run(self.tile_io.discard_ahead())
@@ -361,6 +368,13 @@ class Runtime:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError):  # no new thread while the interpreter exits
                 threading.Thread(target=self.close, daemon=True).start()
+
+
+def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
+    """What is marked is sealed at the end of the process too."""
+    found = runtime()
+    if found is not None:
+        found.close()
 
 
 def runtime_of(model: nn.Module) -> Runtime:

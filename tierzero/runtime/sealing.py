@@ -7,6 +7,8 @@ but its record. Marked, not sealed: a crash falls back to the state before.
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +23,34 @@ from tierzero.runtime.draft import Draft
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.tiers import TieredStore
 from tierzero.tiers.directory import lasting_folder
-from tierzero.tiers.seals import SealRecord, read_records, remove_records, write_record
+from tierzero.tiers.seals import (
+    Found,
+    Key,
+    Kind,
+    SealRecord,
+    newest_everywhere,
+    read_records,
+    remove_records,
+    write_record,
+)
 
 
 @dataclass(frozen=True)
 class LastingFiles:
-    """The lasting tier files of one rank: their name, where the records are, and the sealed state that is there."""
+    """The lasting tier files of one rank: their name, their folder on each drive, the sealed state that is there, and
+    what the seals of these processes are told from others by.
+    """
 
     name: str
-    folder: Path
+    folders: list[Path]
+    ranks: int
+    life: str
     found: SealRecord | None
 
     @classmethod
     def of(cls, config: Config, drafted: Draft, world: World) -> LastingFiles | None:
-        """None where ``checkpoint.durable`` is off. Raises ConfigError where it cannot be, and for a state of other
-        ranks or of a newer version.
+        """None where ``checkpoint.durable`` is off. Raises ConfigError, on all ranks, where it cannot be and for a
+        state that cannot be taken up.
         """
         if not config.checkpoint.durable:
             return None
@@ -46,9 +61,11 @@ class LastingFiles:
                 "use stage 3, which keeps all of the state in the tier files"
             )
         assert config.checkpoint.dir is not None
-        name = "lasting-" + xxhash.xxh3_64_hexdigest(str(config.checkpoint.dir.absolute()).encode())[:12]
-        folder = lasting_folder(Path(config.tiers.nvme[0]), name, world.global_rank)
-        return cls(name, folder, _newest_of_all(read_records(folder), folder, world))
+        run = xxhash.xxh3_64_hexdigest(os.path.realpath(config.checkpoint.dir).encode())
+        name = f"lasting-{run[:12]}"
+        folders = [lasting_folder(Path(path), name, world.global_rank) for path in config.tiers.nvme]
+        record, life = _agreed_record(read_records(folders), folders[0], world)
+        return cls(name, folders, world.size, life, record)
 
     def with_layout(self, config: Config) -> Config:
         """The configuration with what "auto" was when the files were made."""
@@ -57,29 +74,58 @@ class LastingFiles:
         keys = []
         if config.tiers.tile is None:
             keys.append(f"tiers.tile={self.found.content['tile']}")
-        if config.tiers.nvme_shares is None and self.found.layout["shares"]:
+        if config.tiers.nvme_shares is None and len(config.tiers.nvme) > 1:
             keys.append(f"tiers.nvme_shares={self.found.layout['shares']}")
         return config.override(keys)
 
+    def check_layout(self, store: TieredStore) -> None:
+        """Raises ConfigError, before the files are touched, where they are of another model or configuration."""
+        if self.found is None:
+            return
+        layout, saved = store.layout(), self.found.layout
+        if layout != saved or len(store.lasting_objects()) != len(self.found.slots):
+            differs = next((key for key in saved if saved[key] != layout.get(key)), "objects")
+            raise ConfigError(
+                f"checkpoint.durable: {self.folders[0]} holds a sealed step of another model, tile, units, placement "
+                f"or block size ({differs} differ); go on with those, or from a checkpoint with another checkpoint.dir"
+            )
 
-def _newest_of_all(records: list[SealRecord], folder: Path, world: World) -> SealRecord | None:
-    numbers = {record.number for record in records}
-    sizes = {record.content["world_size"] for record in records}
-    everybody: list[tuple[set[int], set[int]]] = [(numbers, sizes)]
+
+def _agreed_record(own: Found, folder: Path, world: World) -> tuple[SealRecord | None, str]:
+    """The record that all ranks go on from, and the life of these processes."""
+    summary = (
+        [set(records) for records in own.drives],
+        own.damaged,
+        own.misplaced + _of_other_ranks(own, folder, world),
+        secrets.token_hex(8),
+    )
+    everybody = [summary] * world.size
     if world.size > 1:
-        everybody *= world.size
-        dist.all_gather_object(everybody, (numbers, sizes), group=world.group)
-    if not any(found for found, _ in everybody):
-        return None
-    common = set.intersection(*(found for found, _ in everybody))
-    saved = set.union(*(found for _, found in everybody))
-    if saved != {world.size} or not common:
-        were = " or ".join(map(str, sorted(saved)))
-        raise ConfigError(
-            f"checkpoint.durable: {folder.parent} holds a sealed step of {were} ranks, and no other one that all "
-            f"{world.size} of these have; start so many, or go on from a checkpoint with another checkpoint.dir"
-        )
-    return next(record for record in records if record.number == max(common))
+        dist.all_gather_object(everybody, summary, group=world.group)
+    for _, _, problems, _ in everybody:
+        if problems:
+            raise ConfigError(f"checkpoint.durable: {problems[0]}")
+    damaged = [text for _, damaged, _, _ in everybody for text in damaged]
+    files = f"{folder.parent}/{folder.name.rpartition('-rank-')[0]}-*"
+    remedy = f"go on from a checkpoint with another checkpoint.dir, or remove {files} on all drives to start afresh"
+    try:
+        key = newest_everywhere([keys for drives, *_ in everybody for keys in drives])
+    except LookupError:
+        what = damaged[0] if damaged else "on some drives or ranks the records of the last sealed step are missing"
+        raise ConfigError(f"checkpoint.durable: {what}; {remedy}") from None
+    if key is None and damaged:
+        raise ConfigError(f"checkpoint.durable: {damaged[0]}; {remedy}")
+    return (own.drives[0][key] if key is not None else None), everybody[0][3]
+
+
+def _of_other_ranks(own: Found, folder: Path, world: World) -> list[str]:
+    ranks = {record.ranks for records in own.drives for record in records.values()}
+    return [
+        f"{folder} holds a sealed step of {number} ranks, these are {world.size}; start as many, or go on from a "
+        "checkpoint with another checkpoint.dir"
+        for number in ranks
+        if number != world.size
+    ]
 
 
 class Sealer:
@@ -96,33 +142,25 @@ class Sealer:
         self._store, self._files, self._collectives, self._tile = store, files, collectives, tile
         self._bring_up_to_date = bring_up_to_date
         self._marked: dict[str, Any] | None = None
-        self._number = files.found.number if files.found is not None else 0
+        self._number = files.found.key.number if files.found is not None else 0
         self.found = files.found
         """A state of an earlier process that nobody has taken up yet; the tiers hold it."""
 
     @property
     def folder(self) -> Path:
-        """Where this rank's files are."""
-        return self._files.folder
-
-    def adopt(self) -> None:
-        """Takes up the files of the state that was found. Raises ConfigError where they are of another model or
-        configuration.
-        """
-        assert self.found is not None
-        layout, saved = self._store.layout(), self.found.layout
-        if layout != saved or len(self._store.lasting_objects()) != len(self.found.slots):
-            differs = next((key for key in saved if saved[key] != layout.get(key)), "objects")
-            raise ConfigError(
-                f"checkpoint.durable: {self._files.folder} holds a sealed step of another model, tile, units, "
-                f"placement or number of drives ({differs} differ); go on with those, or from a checkpoint with "
-                "another checkpoint.dir"
-            )
-        self._store.adopt(self.found.slots)
+        """Where this rank's files are, on its first drive."""
+        return self._files.folders[0]
 
     def begin(self) -> None:
-        """In new files: what other files have left is nobody's."""
-        remove_records(self._files.folder)
+        """Once the files hold the first state, or that of the record that was found. Every rank must call it."""
+        if self.found is not None:
+            self._store.adopt(self.found.slots)
+            # A later state that not all ranks have sealed is given up for good: its number comes again.
+            remove_records(self._files.folders, but=self._number)
+            return
+        remove_records(self._files.folders)
+        self._write(Kind.BEGUN, {})
+        self._meet()
 
     def mark(self, content: dict[str, Any]) -> None:
         """The state as of now is to be sealed; one that was marked before and has been written since is first."""
@@ -134,26 +172,48 @@ class Sealer:
         if self._marked is None:
             return
         self._bring_up_to_date()
-        content, self._marked = self._marked, None
         # Between the record and the seal, what is written next would still go where the record points.
         with self._store.engine.unbroken("while a step was being sealed"):
-            self._store.sync()
-            self._number += 1
-            self._record(content)
-            if self._collectives is not None:
-                self._collectives.barrier()  # the state before is let go of when all have this one
-            remove_records(self._files.folder, but=[self._number])
+            self._record_marked()
+            self._meet()  # the state before is let go of when all have this one
+            remove_records(self._files.folders, but=self._number)
             self._store.seal()
 
-    def _record(self, content: dict[str, Any]) -> None:
-        record = SealRecord(self._number, self._store.layout(), self._store.slots(), content | {"tile": self._tile})
-        try:
-            write_record(self._files.folder, record)
-        except OSError as error:
-            raise CheckpointError(f"{self._files.folder}: a sealed step cannot be recorded: {error}") from error
+    def complete_alone(self) -> None:
+        """As the last act on these files, when other ranks may be gone: the state before is kept as well. Files in
+        which nothing was ever sealed go.
+        """
+        if self._marked is not None:
+            self._bring_up_to_date()
+            self._record_marked()
+        if self._number == 0:
+            remove_records(self._files.folders)
+            self._store.keep_files(False)
 
     def discard(self) -> None:
-        """The files go with the model: what they hold is not wanted any more."""
+        """The files go with the model: what they hold is not wanted any more. Every rank must call it."""
         self._marked = None
-        remove_records(self._files.folder)
+        self._number += 1
+        self._write(Kind.ENDED, {})
+        self._meet()
+        remove_records(self._files.folders)
         self._store.keep_files(False)
+
+    def _record_marked(self) -> None:
+        assert self._marked is not None
+        content, self._marked = self._marked, None
+        self._store.sync()
+        self._number += 1
+        self._write(Kind.SEALED, content | {"tile": self._tile})
+
+    def _write(self, kind: Kind, content: dict[str, Any]) -> None:
+        key = Key(self._number, self._files.life, kind)
+        slots = self._store.slots() if kind is Kind.SEALED else []
+        try:
+            write_record(self._files.folders, SealRecord(key, self._files.ranks, self._store.layout(), slots, content))
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: a step cannot be sealed: {error}") from error
+
+    def _meet(self) -> None:
+        if self._collectives is not None:
+            self._collectives.barrier()

@@ -5,33 +5,59 @@ from then on writes each object's next bytes to its other slot. What a record na
 as the record is there: objects are written and flushed before it, and it gets its name by a rename. So a process may
 end at any moment.
 
-Of several ranks each has records of its own. A rank lets go of its last but one only when all ranks have written their
-last; whatever moment they end at, there is a newest state that all of them have.
+Records stand on every drive of every rank, each of its own. One is let go of only when all drives of all ranks have
+the next; so whatever moment they end at, there is a newest one that stands everywhere. Kinds of records (`Kind`):
+
+======= ===========================================================================================
+BEGUN   number 0, before the first seal: what has no other record everywhere was never sealed
+SEALED  a state
+ENDED   the run has come to its end and wants its states no more; it is the last to be removed
+======= ===========================================================================================
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tierzero.checked_json import check_json, read_json, write_json
-from tierzero.errors import CheckpointError, ConfigError
+from tierzero.errors import CheckpointError
 
 _NAME = re.compile(r"sealed-([0-9]{8,})\.json")
 FORMAT = "tierzero-sealed"
 VERSION = 1
 
 
+class Kind(Enum):
+    """See the module's docstring."""
+
+    BEGUN = "begun"
+    SEALED = "sealed"
+    ENDED = "ended"
+
+
 @dataclass(frozen=True)
-class SealRecord:
-    """One sealed state of one rank. ``number`` counts seals; all ranks give the same state the same number."""
+class Key:
+    """What is the same in the records of one state on all drives of all ranks. ``number`` counts seals; ``life`` is
+    that of the processes that sealed it: others that went on from an earlier state may have sealed as many.
+    """
 
     number: int
+    life: str
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class SealRecord:
+    """One rank's record."""
+
+    key: Key
+    ranks: int
     layout: dict[str, Any]
     """See `TieredStore.layout`."""
     slots: list[tuple[int, int]]
@@ -40,51 +66,102 @@ class SealRecord:
     """What belongs to the state beside the objects; anything JSON can hold."""
 
 
-def write_record(folder: Path, record: SealRecord) -> None:
-    """The record is there, whole and on the drive, when this returns. Raises OSError."""
-    path = _path(folder, record.number)
-    unfinished = path.with_suffix(".tmp")
-    write_json(
-        unfinished,
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "number": record.number,
-            "layout": record.layout,
-            "slots": "".join(str(slot) for slot, _ in record.slots),
-            "digests": [f"{digest:016x}" for _, digest in record.slots],
-            "content": record.content,
-        },
-    )
-    _sync(unfinished)
-    unfinished.rename(path)
-    _sync(folder)
+@dataclass
+class Found:
+    """The records on one rank's drives: for each drive those that are whole, and what is wrong with others."""
+
+    drives: list[dict[Key, SealRecord]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    misplaced: list[str] = field(default_factory=list)
 
 
-def read_records(folder: Path) -> list[SealRecord]:
-    """The records that are whole, oldest first; none where there is no such folder. Raises ConfigError for one of a
-    newer version.
-    """
-    found = []
-    for number in _numbers(folder):
-        path = _path(folder, number)
-        with contextlib.suppress(CheckpointError):  # a damaged one is as good as none
-            value = read_json(path, "the record")
-            check_json(path, value, "the record")
-            if value["format"] == FORMAT and value["version"] <= VERSION:
-                pairs = zip(value["slots"], value["digests"], strict=True)
-                slots = [(int(slot), int(digest, 16)) for slot, digest in pairs]
-                found.append(SealRecord(number, value["layout"], slots, value["content"]))
+def write_record(folders: Sequence[Path], record: SealRecord) -> None:
+    """The record is on every drive, whole and flushed, when this returns. Raises OSError."""
+    for drive, folder in enumerate(folders):
+        path = _path(folder, record.key.number)
+        unfinished = path.with_suffix(".tmp")
+        write_json(
+            unfinished,
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "number": record.key.number,
+                "life": record.key.life,
+                "kind": record.key.kind.value,
+                "ranks": record.ranks,
+                "drive": drive,
+                "drives": len(folders),
+                "layout": record.layout,
+                "slots": "".join(str(slot) for slot, _ in record.slots),
+                "digests": [f"{digest:016x}" for _, digest in record.slots],
+                "content": record.content,
+            },
+        )
+        _sync(unfinished)
+        unfinished.rename(path)
+        _sync(folder)
+
+
+def read_records(folders: Sequence[Path]) -> Found:
+    """What stands in ``folders``, one for each drive in its order. Raises nothing: what is wrong is told."""
+    found = Found()
+    for drive, folder in enumerate(folders):
+        records: dict[Key, SealRecord] = {}
+        for number in _numbers(folder):
+            path = _path(folder, number)
+            try:
+                value = read_json(path, "the record")
+                check_json(path, value, "the record")
+            except CheckpointError as error:
+                found.damaged.append(str(error))
                 continue
-            raise ConfigError(f"{path}: version {value['version']} is not what this TierZero reads ({VERSION})")
+            if value["format"] != FORMAT or value["version"] > VERSION:
+                found.misplaced.append(
+                    f"{path} has version {value['version']}; this TierZero reads {VERSION}: upgrade it"
+                )
+            elif (value["drive"], value["drives"]) != (drive, len(folders)):
+                found.misplaced.append(
+                    f"{path} is of drive {value['drive'] + 1} of {value['drives']}, tiers.nvme has it as {drive + 1} "
+                    f"of {len(folders)}: give the same paths in the same order"
+                )
+            else:
+                record = _record(value)
+                records[record.key] = record
+        found.drives.append(records)
     return found
 
 
-def remove_records(folder: Path, but: Sequence[int] = ()) -> None:
-    """Removes all records but those with these numbers."""
-    for number in _numbers(folder):
-        if number not in but:
-            _path(folder, number).unlink(missing_ok=True)
+def _record(value: dict[str, Any]) -> SealRecord:
+    pairs = zip(value["slots"], value["digests"], strict=True)
+    return SealRecord(
+        Key(value["number"], value["life"], Kind(value["kind"])),
+        value["ranks"],
+        value["layout"],
+        [(int(slot), int(digest, 16)) for slot, digest in pairs],
+        value["content"],
+    )
+
+
+def newest_everywhere(drives: Sequence[set[Key]]) -> Key | None:
+    """The state to go on from, given the records on every drive of every rank; None where there was none, or where it
+    is not wanted any more. Raises LookupError where records of a state are missing on some of them.
+    """
+    anywhere = set[Key]().union(*drives)
+    everywhere = set.intersection(*drives) if drives else set()
+    newest = max(everywhere, key=lambda key: key.number, default=None)
+    if newest is not None:
+        return newest if newest.kind is Kind.SEALED else None
+    if any(key.kind is Kind.ENDED for key in anywhere) or all(key.kind is Kind.BEGUN for key in anywhere):
+        return None
+    raise LookupError
+
+
+def remove_records(folders: Sequence[Path], but: int | None = None) -> None:
+    """Removes all records but those of this number, older ones first."""
+    for folder in folders:
+        for number in _numbers(folder):
+            if number != but:
+                _path(folder, number).unlink(missing_ok=True)
 
 
 def _numbers(folder: Path) -> list[int]:

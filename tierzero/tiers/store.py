@@ -21,6 +21,7 @@ from tierzero.tiers.file import Direct
 from tierzero.tiers.memory import MemoryPool, page_round
 from tierzero.tiers.objects import Extent, Lease, Residency, StoredObject, claim, layout, runs
 from tierzero.tiers.striped_file import StripedFile
+from tierzero.tiers.stripes import equal_shares
 from tierzero.tiers.tier import Tier
 
 __all__ = ["Extent", "Lease", "Residency", "StoredObject", "TieredStore"]
@@ -209,11 +210,11 @@ class TieredStore:
             directory.keep = keep
 
     def layout(self) -> dict[str, Any]:
-        """What must be the same for another process to take these files up."""
+        """What must be the same for another process to take these files up; before `open` as far as it is known."""
         objects = [[stored.name, stored.nbytes] for stored in self._objects.values() if stored.home is Tier.NVME]
         digest = xxhash.xxh3_64_hexdigest(json.dumps(objects).encode())
-        shares = list(self.file.shares) if self.file is not None else []
-        return {"objects": digest, "block_size": self._block_size, "shares": shares, "nbytes": self._file_bytes}
+        shares = self.file.shares if self.file is not None else self._shares or equal_shares(len(self._nvme_paths))
+        return {"objects": digest, "block_size": self._block_size, "shares": list(shares)}
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Declared bytes by home tier, in whole pages on nvme."""
@@ -239,7 +240,8 @@ class TieredStore:
         if self._nvme_limit is not None and self._file_bytes > self._nvme_limit:
             missing = self._file_bytes - self._nvme_limit
             raise BudgetError(
-                f"tiers.nvme_limit: {self._file_bytes:,} bytes of state are placed on nvme, but the limit is "
+                f"tiers.nvme_limit: {self._file_bytes:,} bytes of state are placed on nvme"
+                f"{' (two slots of each tile, for checkpoint.durable)' if self._lasting else ''}, but the limit is "
                 f"{self._nvme_limit:,}; raise it by {missing:,} bytes or place less on nvme",
                 missing,
             )
