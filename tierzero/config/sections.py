@@ -171,8 +171,8 @@ class ShardingSection(Section):
     )
     min_unit: Annotated[int | None, or_auto(whole(0, 2**40))] = key(
         None,
-        "Units with fewer parameters than this are gathered together with the units beside them; one without any beside "
-        "it with the unit that contains it, in the end the whole model's own. "
+        "Units with fewer parameters than this are gathered together with the units beside them; one that has none "
+        "beside it with the unit that contains it, in the end the whole model's own. "
         '"auto": 1,000,000 with units = "auto", 0 for units that you name.',
     )
     reshard_after_forward: Annotated[bool | list[str], either(flag(), listed_names())] = key(
