@@ -95,7 +95,7 @@ def test_buffered_io_leaves_no_page_cache_behind(
     flushed: list[int] = []
     real = os.fdatasync
     monkeypatch.setattr(os, "fdatasync", lambda fd: (flushed.append(fd), real(fd)))
-    monkeypatch.setattr("tierzero.tiers.striped_file.SYNC_EVERY", SIZE // 2)
+    monkeypatch.setattr("tierzero.tiers.file.SYNC_EVERY", SIZE // 2)
     file = make_file(direct=False)
     engine.run(engine.write(file, 0, memory(random_bytes(SIZE)), Priority.DEMAND))
     assert len(flushed) == 2

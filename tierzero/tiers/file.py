@@ -2,15 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from tierzero.errors import TierError
+
 Direct = Literal["auto"] | bool
 
 SYNC_EVERY = 256 << 20
 """Bytes written through the page cache between two flushes: what a buffered file may hold in it."""
+
+
+class FileUsers:
+    """Counts the system calls that are using a file, so that it is closed after them."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._count = 0
+        self._idle = threading.Condition()
+
+    @contextlib.contextmanager
+    def one_more(self, path: Path) -> Iterator[None]:
+        """Around one system call. Raises TierError after `end`."""
+        with self._idle:
+            if self._closed:
+                raise TierError(f"{path} is closed")
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._count -= 1
+                self._idle.notify_all()
+
+    def end(self) -> None:
+        """No more from now on; waits for those that there are."""
+        with self._idle:
+            self._closed = True
+            while self._count:
+                self._idle.wait()
+
+
+class BufferedPages:
+    """Keeps buffered I/O on one file from filling the page cache."""
+
+    def __init__(self) -> None:
+        self._unsynced = 0
+        self._lock = threading.Lock()
+
+    def drop(self, fd: int, offset: int, nbytes: int, *, written: bool) -> None:
+        """After a read or a write of ``nbytes`` at ``offset``."""
+        if written:
+            with self._lock:
+                self._unsynced += nbytes
+                flush = self._unsynced >= SYNC_EVERY
+                self._unsynced = 0 if flush else self._unsynced
+            if flush:
+                # Pages that are still dirty cannot be dropped.
+                os.fdatasync(fd)
+                offset = nbytes = 0  # the whole file
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from tierzero.errors import TierError
 from tierzero.tiers.directory import free_bytes
-from tierzero.tiers.file import SYNC_EVERY, Piece
+from tierzero.tiers.file import BufferedPages, FileUsers, Piece
 from tierzero.tiers.memory import PAGE
 
 _NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
@@ -31,10 +29,8 @@ class FlatFile:
         self.nbytes = nbytes
         self.direct = (direct,)
         self._fd = fd
-        self._closed = False
-        self._users = 0
-        self._unsynced = 0
-        self._idle = threading.Condition()
+        self._users = FileUsers()
+        self._pages = BufferedPages()
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> FlatFile:
@@ -72,29 +68,12 @@ class FlatFile:
 
     @contextlib.contextmanager
     def using(self, path_index: int) -> Iterator[int]:
-        with self._idle:
-            if self._closed:
-                raise TierError(f"{self.path} is closed")
-            self._users += 1
-        try:
+        with self._users.one_more(self.path):
             yield self._fd
-        finally:
-            with self._idle:
-                self._users -= 1
-                self._idle.notify_all()
 
     def drop_cache(self, path_index: int, fd: int, offset: int, nbytes: int, *, written: bool) -> None:
-        if self.direct[0]:
-            return
-        if written:
-            with self._idle:
-                self._unsynced += nbytes
-                flush = self._unsynced >= SYNC_EVERY
-                self._unsynced = 0 if flush else self._unsynced
-            if flush:
-                os.fdatasync(fd)  # pages that are still dirty cannot be dropped
-                offset = nbytes = 0  # the whole file
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        if not self.direct[0]:
+            self._pages.drop(fd, offset, nbytes, written=written)
 
     def free_bytes(self, path_index: int) -> int:
         return free_bytes(self.path.parent)
@@ -105,12 +84,10 @@ class FlatFile:
 
     def close(self) -> None:
         """After the system calls that are using it. Safe to call twice."""
-        with self._idle:
-            first, self._closed = not self._closed, True
-            while self._users:
-                self._idle.wait()
-        if first:
+        self._users.end()
+        if self._fd >= 0:
             os.close(self._fd)
+            self._fd = -1
 
 
 def _opened(path: Path, flags: int) -> tuple[int, bool]:

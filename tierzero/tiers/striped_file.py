@@ -6,14 +6,13 @@ import contextlib
 import errno
 import mmap
 import os
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tierzero.errors import BudgetError, ConfigError, TierError
 from tierzero.tiers.directory import TierDirectory
-from tierzero.tiers.file import SYNC_EVERY, Direct, Piece
+from tierzero.tiers.file import BufferedPages, Direct, FileUsers, Piece
 from tierzero.tiers.memory import PAGE, page_round
 from tierzero.tiers.stripes import StripePattern, equal_shares
 
@@ -31,7 +30,7 @@ class _Stripe:
         self.size = size
         self.direct = False
         self.fd = -1
-        self.unsynced = 0
+        self.pages = BufferedPages()
 
 
 class StripedFile:
@@ -66,9 +65,7 @@ class StripedFile:
         nbytes = page_round(nbytes)
         self.nbytes = nbytes
         self.block_size = block_size
-        self._closed = False
-        self._users = 0
-        self._idle = threading.Condition()
+        self._users = FileUsers()
         if shares is not None and len(shares) != len(directories):
             raise ConfigError(
                 f"tiers.nvme_shares = {list(shares)}: needs one number for each of the {len(directories)} tiers.nvme"
@@ -121,33 +118,15 @@ class StripedFile:
     @contextlib.contextmanager
     def using(self, path_index: int) -> Iterator[int]:
         """The descriptor of a file for one system call; `close` waits for its end. Raises TierError after `close`."""
-        with self._idle:
-            if self._closed:
-                raise TierError(f"{self._stripes[path_index].path} is closed")
-            self._users += 1
-        try:
-            yield self._stripes[path_index].fd
-        finally:
-            with self._idle:
-                self._users -= 1
-                self._idle.notify_all()
+        stripe = self._stripes[path_index]
+        with self._users.one_more(stripe.path):
+            yield stripe.fd
 
     def drop_cache(self, path_index: int, fd: int, offset: int, nbytes: int, *, written: bool) -> None:
         """Keeps buffered I/O from filling the page cache; nothing to do with O_DIRECT."""
         stripe = self._stripes[path_index]
-        if stripe.direct:
-            return
-        if written:
-            with self._idle:
-                stripe.unsynced += nbytes
-                flush = stripe.unsynced >= SYNC_EVERY
-                if flush:
-                    stripe.unsynced = 0
-            if flush:
-                # Pages that are still dirty cannot be dropped.
-                os.fdatasync(fd)
-                offset = nbytes = 0  # the whole file
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        if not stripe.direct:
+            stripe.pages.drop(fd, offset, nbytes, written=written)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -169,10 +148,7 @@ class StripedFile:
 
     def close(self) -> None:
         """Closes and removes the files, after the system calls that are using them. Safe to call twice."""
-        with self._idle:
-            self._closed = True
-            while self._users:
-                self._idle.wait()
+        self._users.end()
         for stripe in self._stripes:
             if stripe.fd >= 0:
                 os.close(stripe.fd)
