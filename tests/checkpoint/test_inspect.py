@@ -133,7 +133,7 @@ def test_files_that_are_cut_or_missing(saved: Path) -> None:
 
 def test_a_gap_between_extents_is_damage(tmp_path: Path) -> None:
     """Sound files that leave out a part of a parameter, as a writer with a fault could make them."""
-    from tierzero.checkpoint.manifest import CHECKSUM, read_json, write_json
+    from tierzero.checked_json import CHECKSUM, read_json, write_json
 
     save_as_rank(0, 1, str(tmp_path))
     saved = tmp_path / "saved"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tierzero.checkpoint.manifest import FORMAT, MANIFEST, write_json
+from tierzero.checked_json import write_json
+from tierzero.checkpoint.manifest import FORMAT, MANIFEST
 from tierzero.cli.failures import exit_code, reported, usage_errors
 from tierzero.config import Config
 from tierzero.errors import BudgetError, CheckpointError, ConfigError, TierError

@@ -13,18 +13,8 @@ from typing import Any
 import torch
 import xxhash
 
-from tierzero.checkpoint.manifest import (
-    CHECKSUM,
-    FORMAT,
-    MANIFEST,
-    VERSION,
-    Extent,
-    ParameterRecord,
-    rank_stem,
-    read_json,
-    record_as_json,
-    write_json,
-)
+from tierzero.checked_json import CHECKSUM, read_json, write_json
+from tierzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Extent, ParameterRecord, rank_stem, record_as_json
 from tierzero.checkpoint.output import (
     ByteProgress,
     OutputFile,

@@ -22,27 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tierzero.checked_json import CHECKSUM, check_json, read_json, write_json
+from tierzero.checked_json import CHECKSUM, check_json, read_json
 from tierzero.errors import CheckpointError
-
-__all__ = [
-    "CHECKSUM",
-    "FORMAT",
-    "MANIFEST",
-    "VERSION",
-    "Extent",
-    "ParameterRecord",
-    "check_json",
-    "extents_from",
-    "rank_stem",
-    "read_index",
-    "read_json",
-    "read_manifest",
-    "record_as_json",
-    "replaced_folder",
-    "standing_folder",
-    "write_json",
-]
 
 FORMAT = "tierzero-checkpoint"
 VERSION = 2

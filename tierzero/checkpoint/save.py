@@ -17,19 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierzero.checked_json import CHECKSUM, read_json, write_json
 from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.manifest import (
-    CHECKSUM,
     FORMAT,
     MANIFEST,
     VERSION,
     ParameterRecord,
     rank_stem,
-    read_json,
     record_as_json,
     replaced_folder,
     standing_folder,
-    write_json,
 )
 from tierzero.checkpoint.removal import remove_behind
 from tierzero.checkpoint.writer import RankWriter, sync_path

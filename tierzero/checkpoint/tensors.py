@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from tierzero.checkpoint.manifest import CHECKSUM, MANIFEST, read_manifest, standing_folder
+from tierzero.checked_json import CHECKSUM
+from tierzero.checkpoint.manifest import MANIFEST, read_manifest, standing_folder
 from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.errors import CheckpointError, ConfigError
 from tierzero.optim.formats import join_master
