@@ -287,7 +287,9 @@ def _declare_tiles(
         nbytes = numel * sizes[kind]
         if kind in whole:
             return Home(whole[kind], (starts[kind] + start) * sizes[kind], nbytes)
-        return Home(store.add(f"{name}/{kind}/{index}", nbytes, tier, lasting=kind != "gradient"), 0, nbytes)
+        about = _parameters_in(group, start, start + numel)
+        stored = store.add(f"{name}/{kind}/{index}", nbytes, tier, lasting=kind != "gradient", about=about)
+        return Home(stored, 0, nbytes)
 
     tiles = []
     for span, home in zip(group.layout.tiles(tile), homes, strict=True):
@@ -297,6 +299,16 @@ def _declare_tiles(
         gradient = home_of("gradient", span.start, span.numel, span.index, home.gradient)
         tiles.append(Tile(span, weight, optimizer, gradient))
     return tuple(tiles)
+
+
+def _parameters_in(group: GroupState, start: int, stop: int) -> str:
+    """Names of the parameters that elements ``[start, stop)`` of this rank's shard are of, for messages."""
+    names = [
+        fragment.slot.name
+        for fragment in group.layout.fragments(group.part)
+        if fragment.shard_offset < stop and start < fragment.shard_offset + fragment.numel
+    ]
+    return ", ".join([*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names)
 
 
 def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:

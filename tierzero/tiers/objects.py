@@ -66,8 +66,12 @@ class StoredObject:
     ones go to the other slot, which is where ``extent`` then is.
     """
 
-    def __init__(self, name: str, nbytes: int, home: Tier, extent: Extent | None, lasting: bool = False) -> None:
+    def __init__(
+        self, name: str, nbytes: int, home: Tier, extent: Extent | None, lasting: bool = False, about: str = ""
+    ) -> None:
         self.name = name
+        self.about = about
+        """What is in it, for messages."""
         self.nbytes = nbytes
         self.home = home
         self.extent = extent

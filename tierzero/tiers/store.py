@@ -69,10 +69,10 @@ class TieredStore:
         self._directories: list[TierDirectory] = []
         self._cleanup = ExitStack()
 
-    def add(self, name: str, nbytes: int, home: Tier, lasting: bool = False) -> StoredObject:
+    def add(self, name: str, nbytes: int, home: Tier, lasting: bool = False, about: str = "") -> StoredObject:
         """Declares an object; takes nothing yet. nvme objects added one after another are neighbours in the file.
 
-        ``lasting`` counts on nvme, in a store that has lasting files.
+        ``lasting`` counts on nvme, in a store that has lasting files. ``about`` says in messages what is in it.
         """
         if self._opened:
             raise RuntimeError(f"{name!r} is added to a store that is open already")
@@ -85,7 +85,7 @@ class TieredStore:
             extent = Extent(self._file_bytes, page_round(nbytes))
             self._file_bytes += extent.nbytes
         lasting = lasting and extent is not None and self._lasting is not None
-        stored = self._objects[name] = StoredObject(name, nbytes, home, extent, lasting)
+        stored = self._objects[name] = StoredObject(name, nbytes, home, extent, lasting, about)
         return stored
 
     def open(self, existing: bool = False) -> None:
@@ -359,8 +359,9 @@ class TieredStore:
                 continue
             assert stored.extent is not None
             first = file.pieces(stored.extent.offset, stored.extent.nbytes)[0]
+            what = f"{stored.name!r} ({stored.about})" if stored.about else repr(stored.name)
             raise TierError(
-                f"{stored.name!r} was read back damaged: bytes {stored.extent.offset:,} to "
+                f"{what} was read back damaged: bytes {stored.extent.offset:,} to "
                 f"{stored.extent.offset + stored.extent.nbytes:,} of the tier, from offset {first.file_offset:,} of "
                 f"{file.paths[first.path_index]}, differ from what was written; "
                 "go on from a checkpoint and check the drive"
