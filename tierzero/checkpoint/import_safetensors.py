@@ -25,11 +25,11 @@ from tierzero.checkpoint.output import (
     new_folder,
 )
 from tierzero.checkpoint.safetensors_files import SafetensorsSource
-from tierzero.checkpoint.writer import sync_path
 from tierzero.errors import ConfigError
 from tierzero.optim.formats import Segment, StateFormat, state_format, store_master
 from tierzero.runtime.draft import DTYPES
 from tierzero.tiers import PAGE, page_round
+from tierzero.tiers.file import sync_path
 
 BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
 """Name patterns of the buffers among the tensors of a folder, which does not say what is one."""

@@ -46,9 +46,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     try:
         with runtime.whole_state.replacing(folder):
             together(runtime, folder, "read it", lambda: _load_state(runtime, model, reader))
-            for slot in runtime.slots():
-                slot.step = int(manifest["parameters"][slot.name]["step"])
-                slot.state_of = None
+            restore_steps(runtime, manifest)
             restore_optimizer(optimizer, manifest)
             if runtime.world.rank < len(reader.ranks):  # a rank that did not exist keeps its present state
                 restore_rng(runtime, reader.ranks[runtime.world.rank].index.get("rng", {}))
@@ -135,6 +133,13 @@ def _group_names(optimizer: torch.optim.Optimizer) -> list[list[str]]:
     return [
         [slot.name for slot in map(slot_of, group["params"]) if slot is not None] for group in optimizer.param_groups
     ]
+
+
+def restore_steps(runtime: Runtime, manifest: Mapping[str, Any]) -> None:
+    """Sets the step counts; the moments are those of the next optimizer that steps."""
+    for slot in runtime.slots():
+        slot.step = int(manifest["parameters"][slot.name]["step"])
+        slot.state_of = None
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any]) -> None:

@@ -12,9 +12,9 @@ from typing import Self
 
 import torch
 
-from tierzero.checkpoint.writer import sync_path
 from tierzero.errors import BudgetError, CheckpointError, ConfigError
 from tierzero.tiers import free_bytes
+from tierzero.tiers.file import sync_path
 
 _LET_GO = 64 << 20
 """Bytes of dirty pages at most; a large file would otherwise push everything else out of memory."""

@@ -29,13 +29,15 @@ from tierzero.checkpoint.manifest import (
     replaced_folder,
     standing_folder,
 )
+from tierzero.checkpoint.output import partial_of
 from tierzero.checkpoint.removal import remove_behind
-from tierzero.checkpoint.writer import RankWriter, sync_path
+from tierzero.checkpoint.writer import RankWriter
 from tierzero.errors import CheckpointError, ConfigError, TierZeroError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, slot_of
 from tierzero.tiers import PAGE, Priority
+from tierzero.tiers.file import sync_path
 
 _POLL_S = 0.05
 _PATIENCE_S = 30.0
@@ -133,7 +135,7 @@ class _Save:
 
     def __init__(self, runtime: Runtime, target: Path, content: _Content, background: bool) -> None:
         self._runtime, self._target, self._content, self._background = runtime, target, content, background
-        self._staging = target.with_name(f".{target.name}.partial")
+        self._staging = partial_of(target)
         self._writer: RankWriter | None = None
         self._written: Future[None] | None = None
         self._sealed: Future[None] | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tierzero.checkpoint.agree import together
-from tierzero.checkpoint.load import check_optimizer, check_parameters, restore_optimizer, restore_rng
+from tierzero.checkpoint.load import check_optimizer, check_parameters, restore_optimizer, restore_rng, restore_steps
 from tierzero.checkpoint.save import check_saved, manifest_of, rng_state
 from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.access import persistent_buffers
@@ -66,9 +66,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         _check_buffers(model, manifest["buffers"], sealer.folder)
 
     together(runtime, sealer.folder, "resume from it", check)
-    for slot in runtime.slots():
-        slot.step = int(manifest["parameters"][slot.name]["step"])
-        slot.state_of = None
+    restore_steps(runtime, manifest)
     with torch.no_grad():
         for name, buffer in persistent_buffers(model):
             buffer.copy_(_as_tensor(record.content["buffers"][name], buffer))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -110,12 +109,3 @@ def _extent(parameter: str, segment: str, start: int, values: torch.Tensor, offs
     raw = values.view(torch.uint8).numpy().data if values.numel() else b""
     digest = xxhash.xxh3_64_hexdigest(raw)
     return Extent(parameter, segment, start, start + values.numel(), offset, values.nbytes, digest)
-
-
-def sync_path(path: Path) -> None:
-    """A file's or folder's contents are on the drive when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -287,7 +287,7 @@ def _declare_tiles(
         nbytes = numel * sizes[kind]
         if kind in whole:
             return Home(whole[kind], (starts[kind] + start) * sizes[kind], nbytes)
-        about = _parameters_in(group, start, start + numel)
+        about = functools.partial(_parameters_in, group, start, start + numel)
         stored = store.add(f"{name}/{kind}/{index}", nbytes, tier, lasting=kind != "gradient", about=about)
         return Home(stored, 0, nbytes)
 

@@ -141,6 +141,7 @@ class Sealer:
     ) -> None:
         self._store, self._files, self._collectives, self._tile = store, files, collectives, tile
         self._bring_up_to_date = bring_up_to_date
+        self._layout = store.layout()
         self._marked: dict[str, Any] | None = None
         self._number = files.found.key.number if files.found is not None else 0
         self.found = files.found
@@ -210,7 +211,7 @@ class Sealer:
         key = Key(self._number, self._files.life, kind)
         slots = self._store.slots() if kind is Kind.SEALED else []
         try:
-            write_record(self._files.folders, SealRecord(key, self._files.ranks, self._store.layout(), slots, content))
+            write_record(self._files.folders, SealRecord(key, self._files.ranks, self._layout, slots, content))
         except OSError as error:
             raise CheckpointError(f"{self.folder}: a step cannot be sealed: {error}") from error
 

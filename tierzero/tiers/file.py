@@ -111,3 +111,12 @@ class TransferFile(Protocol):
 
     def free_bytes(self, path_index: int) -> int:
         """Free space of the file system that the real file lies on."""
+
+
+def sync_path(path: Path) -> None:
+    """A file's or folder's contents are on the drive when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierzero.errors import TierError
@@ -58,6 +58,10 @@ class Extent:
         return self.offset + self.nbytes
 
 
+About = Callable[[], str] | None
+"""Says what is in an object; asked for a message only."""
+
+
 class StoredObject:
     """``nbytes`` that live in tier ``home``: in ``buffer`` (device, host; set while the store is open) or at ``extent``
     (nvme).
@@ -67,11 +71,10 @@ class StoredObject:
     """
 
     def __init__(
-        self, name: str, nbytes: int, home: Tier, extent: Extent | None, lasting: bool = False, about: str = ""
+        self, name: str, nbytes: int, home: Tier, extent: Extent | None, lasting: bool = False, about: About = None
     ) -> None:
         self.name = name
         self.about = about
-        """What is in it, for messages."""
         self.nbytes = nbytes
         self.home = home
         self.extent = extent

@@ -27,6 +27,7 @@ from typing import Any
 
 from tierzero.checked_json import check_json, read_json, write_json
 from tierzero.errors import CheckpointError
+from tierzero.tiers.file import sync_path
 
 _NAME = re.compile(r"sealed-([0-9]{8,})\.json")
 FORMAT = "tierzero-sealed"
@@ -97,9 +98,9 @@ def write_record(folders: Sequence[Path], record: SealRecord) -> None:
                 "content": record.content,
             },
         )
-        _sync(unfinished)
+        sync_path(unfinished)
         unfinished.rename(path)
-        _sync(folder)
+        sync_path(folder)
 
 
 def read_records(folders: Sequence[Path]) -> Found:
@@ -171,11 +172,3 @@ def _numbers(folder: Path) -> list[int]:
 
 def _path(folder: Path, number: int) -> Path:
     return folder / f"sealed-{number:08d}.json"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

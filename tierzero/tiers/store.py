@@ -19,7 +19,7 @@ from tierzero.tiers.executor import Priority, Request
 from tierzero.tiers.faults import first_cause
 from tierzero.tiers.file import Direct
 from tierzero.tiers.memory import MemoryPool, page_round
-from tierzero.tiers.objects import Extent, Lease, Residency, StoredObject, claim, layout, runs
+from tierzero.tiers.objects import About, Extent, Lease, Residency, StoredObject, claim, layout, runs
 from tierzero.tiers.striped_file import StripedFile
 from tierzero.tiers.stripes import equal_shares
 from tierzero.tiers.tier import Tier
@@ -69,7 +69,7 @@ class TieredStore:
         self._directories: list[TierDirectory] = []
         self._cleanup = ExitStack()
 
-    def add(self, name: str, nbytes: int, home: Tier, lasting: bool = False, about: str = "") -> StoredObject:
+    def add(self, name: str, nbytes: int, home: Tier, lasting: bool = False, about: About = None) -> StoredObject:
         """Declares an object; takes nothing yet. nvme objects added one after another are neighbours in the file.
 
         ``lasting`` counts on nvme, in a store that has lasting files. ``about`` says in messages what is in it.
@@ -359,7 +359,7 @@ class TieredStore:
                 continue
             assert stored.extent is not None
             first = file.pieces(stored.extent.offset, stored.extent.nbytes)[0]
-            what = f"{stored.name!r} ({stored.about})" if stored.about else repr(stored.name)
+            what = f"{stored.name!r} ({stored.about()})" if stored.about else repr(stored.name)
             raise TierError(
                 f"{what} was read back damaged: bytes {stored.extent.offset:,} to "
                 f"{stored.extent.offset + stored.extent.nbytes:,} of the tier, from offset {first.file_offset:,} of "
