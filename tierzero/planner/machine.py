@@ -148,8 +148,8 @@ class MachineProfile(_Part):
             raise ConfigError(f"{source}: not a machine profile; write one with tierzero bench all --save")
         if value.get("version") != VERSION:
             raise ConfigError(
-                f"{source}: a machine profile of version {value.get('version')}; this TierZero reads {VERSION}: measure "
-                "again with tierzero bench all --save"
+                f"{source}: a machine profile of version {value.get('version')}; this TierZero reads {VERSION}: "
+                "measure again with tierzero bench all --save"
             )
         try:
             return cls.model_validate({key: part for key, part in value.items() if key not in ("format", "version")})
