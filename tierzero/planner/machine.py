@@ -68,16 +68,23 @@ class ComputeRates(_Part):
     """Of fused causal attention, as if it were not causal."""
     pointwise_bytes: PositiveFloat
     """Read and written by elementwise operations on tensors larger than the caches."""
+    operation_s: float = Field(default=0.0, ge=0)
+    """Seconds that an operation takes however small it is."""
 
-    def matmul_flops(self, rows: float, width: float) -> float:
-        """The rate at a size between, or beyond, those that are known: of the nearest four by the logarithm."""
-        near = sorted(
-            (math.hypot(math.log(rate.rows / rows), math.log(rate.width / width)), rate.flops) for rate in self.matmul
-        )[:4]
+    def matmul_flops(self, m: float, k: float, n: float) -> float:
+        """The rate of ``(m, k) @ (k, n)``, from the four known sizes that are nearest to it."""
+        at = _place(m, k, n)
+        near = sorted((math.dist(at, _place(r.rows, r.width, r.width)), r.flops) for r in self.matmul)[:4]
         if near[0][0] < 1e-6:
             return near[0][1]
         weights = [1 / distance**2 for distance, _ in near]
         return sum(weight * flops for weight, (_, flops) in zip(weights, near, strict=True)) / sum(weights)
+
+
+def _place(m: float, k: float, n: float) -> tuple[float, float]:
+    """Of a product among others: the logarithms of its smallest dimension and of the mean of the other two."""
+    small, middle, large = sorted((m, k, n))
+    return math.log(small), math.log(middle * large) / 2
 
 
 class Drive(_Part):

@@ -1,0 +1,75 @@
+"""A step as it is given to the simulation, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierzero.planner.fluid import Shared
+from tierzero.planner.step_units import UnitWork
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one rank gets of the machine. ``processor``: seconds of work per second, of the model's operations (first)
+    and of updates (second); ``drive``: bytes read and written; ``link``: bytes to the device and from it.
+    """
+
+    processor: Shared
+    drive: Shared
+    link: Shared | None
+    adam: float
+    """Parameters per second when nothing else runs."""
+    gradient_copy: float
+    """Bytes read and written per second where a gradient is taken over from autograd."""
+    host_copy: float
+    tile_s: float
+    """Seconds that a tile takes of the drive on top of its bytes."""
+    unit_s: float
+    """Seconds that a use of a unit takes of the model's thread."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """The model uses ``unit`` for ``seconds``; ``completes``: its gradients are complete then."""
+
+    unit: int
+    seconds: float
+    completes: bool = False
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What is simulated. ``gather_s`` and ``reduce_s``: seconds of each unit's collectives, 0 without any; ``held``:
+    units that are not evicted, because they are around others or stay gathered. Pools are in bytes.
+    """
+
+    units: Sequence[UnitWork]
+    forward: Sequence[Access]
+    backward: Sequence[Access]
+    speeds: Speeds
+    overlap: str
+    prefetch: int
+    arena: int
+    staging: int
+    staging_tile: int
+    buckets: int
+    gather_s: Sequence[float]
+    reduce_s: Sequence[float]
+    held: frozenset[int] = frozenset()
+    micro_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of a simulated step. ``busy``: by resource (processor, drive, link, network); ``waiting``: of the model's
+    thread, by what for (weights, gradients, optimizer). ``nvme_bytes``: read and written.
+    """
+
+    step: float
+    forward: float
+    backward: float
+    update: float
+    busy: dict[str, float]
+    waiting: dict[str, float]
+    nvme_bytes: float

@@ -1,0 +1,81 @@
+"""What a step computes, unit by unit, as counts that a machine's rates turn into seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tierzero.planner.machine import ComputeRates
+
+
+@dataclass(frozen=True)
+class OperationCounts:
+    """``matmuls``: how often a product of ``(m, k) @ (k, n)`` is done, by ``(m, k, n)``. ``attention``: floating-point
+    operations of fused attention, as if it were not causal. ``pointwise``: bytes that all else reads and writes.
+    ``operations``: how many there are.
+    """
+
+    matmuls: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    attention: float = 0.0
+    pointwise: float = 0.0
+    operations: int = 0
+
+    def __add__(self, other: OperationCounts) -> OperationCounts:
+        return OperationCounts(
+            self.matmuls + other.matmuls,
+            self.attention + other.attention,
+            self.pointwise + other.pointwise,
+            self.operations + other.operations,
+        )
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of products and attention."""
+        return sum(2.0 * m * k * n * times for (m, k, n), times in self.matmuls.items()) + self.attention
+
+    def seconds(self, rates: ComputeRates) -> float:
+        """Alone on the machine, one operation after another."""
+        products = sum(
+            times * 2.0 * m * k * n / rates.matmul_flops(m, k, n) for (m, k, n), times in self.matmuls.items()
+        )
+        rest = self.attention / rates.attention_flops + self.pointwise / rates.pointwise_bytes
+        return products + rest + self.operations * rates.operation_s
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A stretch of a forward or backward between two changes of unit. ``counts`` are those of the unit alone, not of
+    units inside it.
+
+    ``entered``: bytes of the tensors that a unit is called with. ``transient``: bytes that are alive at most during it
+    beyond those at its begin; ``kept``: beyond them at its end. Weights do not count, their gradients until they are
+    complete.
+    """
+
+    unit: int
+    counts: OperationCounts
+    transient: int
+    kept: int
+    entered: int = 0
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """One micro-batch: ``forward`` and ``backward`` in their order, without recomputation. ``peak``: bytes of
+    activations that are alive at most.
+    """
+
+    forward: tuple[Visit, ...]
+    backward: tuple[Visit, ...]
+    peak: int
+
+    @property
+    def flops(self) -> float:
+        """Of forward and backward."""
+        return total(self.forward).flops + total(self.backward).flops
+
+
+def total(visits: Iterable[Visit]) -> OperationCounts:
+    """Of all visits together."""
+    return sum((visit.counts for visit in visits), OperationCounts())
