@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import checkpoints
+from . import checkpoints, plan
 from .failures import reported, usage_errors
 from .values import size
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 checkpoints.add_to(app)
+plan.add_to(app)
 
 
 def _version(wanted: bool) -> None:

@@ -128,7 +128,9 @@ def _estimate(job: Job, stage: Stage, offload: str, limits: Limits) -> Estimate:
     shape = job.shape_of(stage)
     placed = _placements(stage, offload)
     request = PlanRequest(
-        **{kind: {tier: 1.0} for kind, tier in placed.items()},
+        params={placed["params"]: 1.0},
+        optimizer={placed["optimizer"]: 1.0},
+        gradients={placed["gradients"]: 1.0},
         tile=job.tile,
         prefetch=job.prefetch,
         kept=job.kept,

@@ -47,8 +47,8 @@ class _Chooser:
 def place(
     shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, room: dict[Tier, int]
 ) -> tuple[tuple[TileHomes, ...], ...]:
-    """What is kept whole and explicit placements take their room first; then weights (moved most often per byte),
-    gradients, optimizer states.
+    """What is kept whole and explicit placements take their room first; then what is placed automatically, in the
+    request's order.
     """
     tiles = [[span.numel for span in group.layout.tiles(tile)] for group in shape.groups]
     chosen: dict[str, list[list[Tier]]] = {}
@@ -57,7 +57,7 @@ def place(
         room[tier] -= sum(page_round(BYTES_OF[kind](group, group.elements(kind))) for group in shape.groups)
         chosen[kind] = [[tier] * len(numels) for numels in tiles]
     kinds = [kind for kind in KINDS if kind not in chosen]
-    for kind in sorted(kinds, key=lambda k: getattr(request, k) == "auto"):  # stable: params before optimizer
+    for kind in sorted(kinds, key=lambda k: (getattr(request, k) == "auto", request.order.index(k))):
         chooser = _Chooser(getattr(request, kind), room, budgets.nvme)
         # A GPU updates what lies in its memory: optimizer state is only of use there beside the weights.
         with_weights = kind == "optimizer" and request.optimizer == "auto" and not budgets.device_is_host
@@ -82,12 +82,12 @@ def place(
     )
 
 
-def totals_by_tier(shape: ModelShape, homes: Sequence[Sequence[TileHomes]], tile: int) -> dict[Tier, int]:
-    """Persistent bytes per tier."""
-    totals = dict.fromkeys(Tier, 0)
+def totals_by_kind(shape: ModelShape, homes: Sequence[Sequence[TileHomes]], tile: int) -> dict[str, dict[Tier, int]]:
+    """Persistent bytes of each kind of state per tier."""
+    found = {kind: dict.fromkeys(Tier, 0) for kind in KINDS}
     for group, tiles in zip(shape.groups, homes, strict=True):
         for kind, field in zip(KINDS, ("weight", "gradient", "optimizer"), strict=True):
-            size = BYTES_OF[kind]
+            size, totals = BYTES_OF[kind], found[kind]
             tiers = [getattr(home, field) for home in tiles]
             if tiers[0] is None:
                 continue
@@ -96,4 +96,10 @@ def totals_by_tier(shape: ModelShape, homes: Sequence[Sequence[TileHomes]], tile
                 continue
             for span, tier in zip(group.layout.tiles(tile), tiers, strict=True):
                 totals[tier] += page_round(size(group, span.numel))
-    return totals
+    return found
+
+
+def totals_by_tier(shape: ModelShape, homes: Sequence[Sequence[TileHomes]], tile: int) -> dict[Tier, int]:
+    """Persistent bytes per tier."""
+    by_kind = totals_by_kind(shape, homes, tile).values()
+    return {tier: sum(totals[tier] for totals in by_kind) for tier in Tier}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tierzero.optim.formats import StateFormat
 from tierzero.sharding.layout import FlatLayout, bucket_elements
-from tierzero.sharding.stages import STAGES, Stage
+from tierzero.sharding.stages import KINDS, STAGES, Stage
 from tierzero.tiers import Tier
 
 Split = Mapping[str, float] | str
@@ -109,6 +109,10 @@ class PlanRequest:
     stage: Stage = STAGES[3]
     segment: int = 0
     """Units that are run again together in the backward, if memory allows while all of them are gathered."""
+    order: tuple[str, ...] = KINDS
+    """Kinds of state that are placed automatically, the first of which gets the fastest memory. Weights move most
+    often per byte, and gradients come before the update that they wait for.
+    """
 
 
 @dataclass(frozen=True)

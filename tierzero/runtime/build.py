@@ -60,7 +60,7 @@ def build_runtime(
     drafted = draft(model, config, units, world.shards)
     lasting = LastingFiles.of(config, drafted, world)
     config = lasting.with_layout(config) if lasting is not None else config
-    budgets = _agreed(_budgets(config, world, device), world)
+    budgets = _agreed(budgets_here(config, world.local_size, device), world)
     plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
     machinery = _assemble(plan, config, world, device, drafted, poison, lasting)
     runtime: Runtime | None = None
@@ -135,9 +135,11 @@ def _all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
     return found
 
 
-def _budgets(config: Config, world: World, device: Device) -> Budgets:
+def budgets_here(config: Config, local_size: int, device: Device | None = None) -> Budgets:
+    """Of each of ``local_size`` ranks on this machine, from the memory that is free now."""
     tiers = config.tiers
-    available = int(psutil.virtual_memory().available) // world.local_size
+    device = device or choose_device(0)
+    available = int(psutil.virtual_memory().available) // local_size
     host_free = int(available * _FREE_SHARE)
     device_free = host_free
     if not device.is_host:
@@ -148,12 +150,12 @@ def _budgets(config: Config, world: World, device: Device) -> Budgets:
         )
     return Budgets(
         tiers.device,
-        tiers.host // world.local_size if tiers.host is not None else None,
+        tiers.host // local_size if tiers.host is not None else None,
         device_free,
         host_free,
         device.is_host,
         bool(tiers.nvme),
-        world.local_size,
+        local_size,
         available,
         *_nvme_capacity(config),
     )

@@ -1,0 +1,152 @@
+"""Predictions beside measurements: each case is planned, and trained in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierzero.config import Config
+from tierzero.errors import TierZeroError
+from tierzero.profiling.compare import SIZES, environment
+
+Settings = Mapping[str, Mapping[str, Any]]
+
+_NVME = {"params": "nvme", "optimizer": "nvme", "gradients": "host"}
+_HOST = {"params": "host", "optimizer": "host", "gradients": "host"}
+
+
+def _case(size: str, batch: int, seq_len: int, **sections: Any) -> dict[str, dict[str, Any]]:
+    train = {"batch_size": batch, "seq_len": seq_len, **sections.pop("train", {})}
+    return {"model": dict(SIZES[size]), "train": train, "activations": {"recompute": "unit"}, **sections}
+
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "host": _case("125m", 4, 256, placement=_HOST),
+    "host, no recompute": _case("125m", 8, 256, placement=_HOST, activations={"recompute": "none"}),
+    "nvme, 256 tokens": _case("125m", 4, 64, placement=_NVME),
+    "nvme, 1024 tokens": _case("125m", 4, 256, placement=_NVME),
+    "nvme, 4096 tokens": _case("125m", 16, 256, placement=_NVME),
+    "nvme, 4 micro-batches": _case("125m", 16, 256, placement=_NVME, train={"micro_batch": 4}),
+    "nvme, 1 GB": _case("125m", 4, 256, placement=_NVME, tiers={"host": "1GB"}),
+    "auto, 1 GB": _case("125m", 4, 256, tiers={"host": "1GB"}),
+    "auto, 500 MB": _case("125m", 4, 256, tiers={"host": "500MB"}),
+    "gradients on nvme": _case("125m", 4, 256, placement={**_NVME, "gradients": "nvme"}),
+    "overlap none": _case("125m", 4, 256, placement=_NVME, optimizer={"overlap": "none"}),
+    "overlap backward": _case(
+        "125m", 4, 256, placement=_NVME, optimizer={"overlap": "backward"}, train={"grad_clip": 0}
+    ),
+    "350m nvme": _case("350m", 4, 256, placement=_NVME),
+}
+"""Configurations that different things bound."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Medians over the steps that count. Bytes: at most, of every tier as the pools count, and beyond ``baseline`` of
+    the process.
+    """
+
+    step_s: float
+    spread_s: float
+    tier_bytes: dict[str, int]
+    process_bytes: int
+    nvme_bytes: float
+
+
+def trained(settings: Settings, nvme: Path, steps: int, skip: int) -> Trained:
+    """Trains in a fresh process. Raises TierZeroError with the end of what it printed when it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "steps.jsonl"
+        config = runnable(settings, nvme, steps, metrics)
+        done = subprocess.run(
+            [sys.executable, "-m", "tierzero.profiling.plan_check", json.dumps(config.to_dict())],
+            capture_output=True,
+            text=True,
+            env=environment(),
+        )
+        if done.returncode:
+            raise TierZeroError(f"a case failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()][skip:]
+    baseline = json.loads(done.stdout.splitlines()[-1])["baseline"]
+    seconds = [line["step_s"] for line in lines]
+    return Trained(
+        statistics.median(seconds),
+        max(seconds) - min(seconds),
+        lines[-1]["peak_tier_bytes"],
+        lines[-1]["peak_rss_bytes"] - baseline,
+        statistics.median(line["nvme_read_bytes"] + line["nvme_write_bytes"] for line in lines),
+    )
+
+
+def runnable(settings: Settings, nvme: Path, steps: int, metrics: Path | None = None) -> Config:
+    """The configuration of a case: drives where it may need them, nothing but training."""
+    values: dict[str, dict[str, Any]] = {section: dict(keys) for section, keys in settings.items()}
+    values.setdefault("tiers", {}).setdefault("nvme", [str(nvme)])
+    values["train"] |= {"steps": steps, "validation_batches": 0, "sample_tokens": 0}
+    if metrics is not None:
+        values["log"] = {"metrics": str(metrics)}
+    return Config.from_dict(values)
+
+
+def _train(values: dict[str, Any]) -> None:
+    """In the process that is measured: the baseline is what it holds before it has a model."""
+    from tierzero.train import prepare, train
+    from tierzero.training.memory import rss_bytes
+
+    tiny = {
+        "model": {"dim": 64, "layers": 2, "vocab": 256},
+        "train": {"steps": 2, "batch_size": 2, "seq_len": 32, "validation_batches": 0, "sample_tokens": 0},
+        "tiers": {"nvme": values["tiers"]["nvme"]},
+        "placement": {"params": "nvme", "optimizer": "nvme"},
+    }
+    train(prepare(Config.from_dict(tiny)))  # libraries, kernels, threads
+    baseline = rss_bytes()
+    train(prepare(Config.from_dict(values)))
+    print(json.dumps({"baseline": baseline}))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One case: seconds and bytes as predicted and as measured."""
+
+    name: str
+    bound_by: str
+    predicted_s: float
+    measured: Trained
+    predicted_bytes: Mapping[str, int]
+    """By tier as the pools count, and ``process``: of host and device together, activations included."""
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured seconds."""
+        return self.predicted_s / self.measured.step_s
+
+
+def table(rows: Sequence[Checked]) -> str:
+    """As Markdown; bytes in MB, predicted / measured."""
+    found = [
+        "| case | bound | predicted s | measured s | ratio | nvme MB | host MB | process MB | moved MB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        measured = {**row.measured.tier_bytes, "process": row.measured.process_bytes, "moved": row.measured.nvme_bytes}
+        pairs = [
+            f"{row.predicted_bytes[name] / 1e6:.0f} / {measured[name] / 1e6:.0f}"
+            for name in ("nvme", "host", "process", "moved")
+        ]
+        found.append(
+            f"| {row.name} | {row.bound_by} | {row.predicted_s:.2f} | {row.measured.step_s:.2f} | {row.ratio:.2f} | "
+            f"{' | '.join(pairs)} |"
+        )
+    return "\n".join(found)
+
+
+if __name__ == "__main__":
+    _train(json.loads(sys.argv[1]))

@@ -1,0 +1,242 @@
+"""`tierzero plan`: the fastest plan of a configuration on a machine, found without allocating anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+import tierzero as tz
+
+from ..activations.segments import segment_length
+from ..config import Config
+from ..errors import BudgetError, ConfigError
+from ..models import bundled_model
+from ..planner.counting import count_work
+from ..planner.generic import generic_machine
+from ..planner.machine import MachineProfile
+from ..planner.memory_plan import plan_memory
+from ..planner.placement import totals_by_kind
+from ..planner.prediction import Ranks as PlannedRanks
+from ..planner.prediction import Workload, predict, transient_peak
+from ..planner.search import Candidate, Choice, Options, fastest
+from ..planner.shape import Budgets, ModelShape
+from ..planner.work import ModelWork
+from ..runtime.build import budgets_here
+from ..runtime.draft import DTYPES, Draft, draft
+from ..sharding.stages import KINDS
+from .ranks import Ranks, micro_batches
+
+_USABLE = 0.8
+"""Of a machine's memory, where its free memory is not known: the rest is the system's."""
+_TILES = (None, 1 << 19, 1 << 20, 1 << 21, 1 << 22)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the run would be: ``ranks`` on ``nodes``. ``here``: on this machine, whose free memory counts."""
+
+    machine: MachineProfile
+    ranks: int = 1
+    nodes: int = 1
+    here: bool = True
+
+    @property
+    def local(self) -> int:
+        return self.ranks // self.nodes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best candidate, or what was configured, with what it was chosen for."""
+
+    config: Config
+    site: Site
+    parameters: int
+    shape: ModelShape
+    budgets: Budgets
+    micro_steps: int
+    best: Candidate
+
+
+class Planner:
+    """Plans one configuration; `plan` may be called with other machines and budgets than the site's, too."""
+
+    def __init__(self, config: Config, site: Site) -> None:
+        if site.ranks % site.nodes:
+            raise ConfigError(f"plan: {site.ranks} ranks cannot be divided among {site.nodes} nodes; give a multiple")
+        self.config, self.site = config, site
+        self.micro_batch, self.micro_steps = micro_batches(config, Ranks(0, site.ranks, 0, site.local))
+        with torch.device("meta"), tz.empty_init():
+            model = bundled_model(config)
+        self._draft: Draft = draft(model, config, None, site.ranks)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.shape = self._draft.shape()
+        self._units = {name: index for index, spec in enumerate(self._draft.specs) for name in spec.modules}
+        self._work = self._count()
+
+    def _count(self) -> ModelWork:
+        config, dtype = self.config, DTYPES[self.config.train.precision]
+
+        def build() -> torch.nn.Module:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                return bundled_model(config)
+            finally:
+                torch.set_default_dtype(before)
+
+        def run(model: torch.nn.Module) -> torch.Tensor:
+            ids = torch.zeros(self.micro_batch, config.train.seq_len, dtype=torch.int64)
+            loss: torch.Tensor = model(ids, ids)
+            return loss
+
+        return count_work(build, self._units, run)
+
+    def plan(self, options: Options | None = None, site: Site | None = None, budgets: Budgets | None = None) -> Plan:
+        """The fastest of ``options`` (None: all that the configuration leaves open). Raises BudgetError when none
+        fits.
+        """
+        site = site or self.site
+        budgets = budgets or self.budgets(site)
+        options = options or self.options()
+        best = fastest(options, lambda choice: self._candidate(choice, site, budgets))
+        return Plan(self.config, site, self.parameters, self.shape, budgets, self.micro_steps, best)
+
+    def as_configured(self) -> Choice:
+        """What a run does that is given no plan."""
+        config = self.config
+        return Choice(
+            config.activations.recompute, config.optimizer.overlap, KINDS, config.tiers.tile, config.tiers.prefetch
+        )
+
+    def options(self) -> Options:
+        """What the configuration leaves open. What it says is not changed."""
+        given, config = self.config.given(), self.config
+        said = {(section, key) for section, keys in given.items() for key in keys}
+        overlaps = ["forward", "none"]
+        if config.train.grad_clip == 0 and config.train.precision != "fp16" and self.micro_steps == 1:
+            overlaps.insert(0, "backward")
+        open_kinds = [kind for kind in KINDS if getattr(config.placement, kind) == "auto"]
+        return Options(
+            [config.activations.recompute] if ("activations", "recompute") in said else ["none", "unit", "sqrt"],
+            [config.optimizer.overlap] if ("optimizer", "overlap") in said else overlaps,
+            [KINDS] if len(open_kinds) < 2 or self.budget_is_open() else list(itertools.permutations(KINDS)),
+            [config.tiers.tile] if config.tiers.tile is not None else _TILES,
+            [config.tiers.prefetch] if config.tiers.prefetch is not None else [None, 1, 2, 3, 4],
+        )
+
+    def budget_is_open(self) -> bool:
+        """Whether there is no drive, so that nothing competes for faster memory on the host's own processor."""
+        return self.site.machine.device is None and not self.config.tiers.nvme
+
+    def budgets(self, site: Site) -> Budgets:
+        """Of each rank: what is free here, or what a machine like the site's has."""
+        if site.here and site.machine is self.site.machine:
+            return budgets_here(self.config, site.local)
+        tiers, machine = self.config.tiers, site.machine
+        host = int(machine.host.memory_bytes * _USABLE) // site.local
+        device = int(machine.device.memory_bytes * _USABLE) if machine.device is not None else host
+        return Budgets(
+            tiers.device,
+            tiers.host // site.local if tiers.host is not None else None,
+            device,
+            host,
+            machine.device is None,
+            bool(tiers.nvme or machine.drives),
+            site.local,
+            machine.host.memory_bytes // site.local,
+            *((tiers.nvme_limit, True) if tiers.nvme_limit is not None else ()),
+        )
+
+    def _candidate(self, choice: Choice, site: Site, budgets: Budgets) -> Candidate:
+        segment = segment_length(choice.recompute, len(self._draft.blocks))
+        load = self._workload(choice, site, segment)
+        activations = transient_peak(load)
+        request = dataclasses.replace(
+            self._draft.request(self.config, site.ranks),
+            tile=choice.tile,
+            prefetch=choice.prefetch,
+            segment=segment,
+            order=choice.order,
+        )
+        plan = plan_memory(self.shape, request, _without(budgets, activations))
+        try:
+            return Candidate(choice, plan, predict(load, plan, site.machine), activations)
+        except RuntimeError as error:
+            raise BudgetError(f"plan: {error}; raise tiers.device") from None
+
+    def _workload(self, choice: Choice, site: Site, segment: int) -> Workload:
+        recomputed = list(dict.fromkeys(self._units[name] for name in self._draft.blocks)) if segment else []
+        return Workload(
+            self.shape,
+            self._work,
+            self.config.train.precision,
+            self._draft.stage,
+            PlannedRanks(site.ranks, site.local),
+            self.micro_steps,
+            choice.overlap,
+            recomputed,
+            segment,
+            self._draft.kept,
+        )
+
+
+def _without(budgets: Budgets, activations: int) -> Budgets:
+    """What activations leave to the pools. They are no part of the budgets that a user states."""
+    if budgets.device_is_host:
+        return dataclasses.replace(
+            budgets,
+            host_free=max(0, budgets.host_free - activations),
+            available=max(0, budgets.available - activations),
+        )
+    return dataclasses.replace(budgets, device_free=max(0, budgets.device_free - activations))
+
+
+def changed_keys(plan: Plan) -> dict[str, dict[str, object]]:
+    """The keys by which a run follows the plan, beside those that the configuration has."""
+    best = plan.best
+    return {
+        "placement": dict(placement_of(plan)),
+        "tiers": {"tile": best.plan.tile, "prefetch": best.plan.prefetch},
+        "optimizer": {"overlap": best.choice.overlap},
+        "activations": {"recompute": best.choice.recompute},
+    }
+
+
+def placement_of(plan: Plan) -> dict[str, dict[str, float]]:
+    """For each kind of state the part of its bytes in each tier."""
+    totals = totals_by_kind(plan.shape, plan.best.plan.homes, plan.best.plan.tile)
+    found = {}
+    for kind, tiers in totals.items():
+        total = sum(tiers.values())
+        found[kind] = {tier.value: round(nbytes / total, 4) for tier, nbytes in tiers.items() if nbytes}
+    return found
+
+
+def default_plan(planner: Planner) -> Plan | None:
+    """What a run does that is given no plan; None where it does not fit."""
+    choice = planner.as_configured()
+    options = Options(*([value] for value in dataclasses.astuple(choice)))
+    try:
+        return planner.plan(options)
+    except BudgetError:
+        return None
+
+
+def _machine_here() -> MachineProfile:
+    """Its memory and cores are this one's, its rates are not."""
+    cores, memory = os.cpu_count() or 1, int(psutil.virtual_memory().total)
+    if not torch.cuda.is_available():
+        return generic_machine(cores, memory)
+    return generic_machine(cores, memory, torch.cuda.mem_get_info(0)[1], torch.cuda.device_count())
+
+
+def site_of(profile: str | None, ranks: int | None, nodes: int) -> Site:
+    """``ranks`` None: one rank on this machine. Raises ConfigError for a profile that cannot be read."""
+    machine = MachineProfile.load(profile) if profile is not None else _machine_here()
+    return Site(machine, ranks or 1, nodes, here=ranks is None)
