@@ -54,6 +54,7 @@ class _Counter(TorchDispatchMode):
         self._visits: list[Visit] = []
         self._counts = OperationCounts()
         self._live = self._begin = self._most = self._entered = self.peak = 0
+        self._uses = False
         self._weights = {_address(parameter) for parameter in model.parameters()}
         self._alive: set[int] = set()
 
@@ -99,8 +100,16 @@ class _Counter(TorchDispatchMode):
     def _end_visit(self) -> None:
         if self._counts.operations:
             unit, counts = self._running[-1], self._counts
-            self._visits.append(Visit(unit, counts, self._most - self._begin, self._live - self._begin, self._entered))
-        self._entered, self._counts, self._begin, self._most = 0, OperationCounts(), self._live, self._live
+            self._visits.append(
+                Visit(unit, counts, self._most - self._begin, self._live - self._begin, self._entered, self._uses)
+            )
+        self._uses, self._entered, self._counts, self._begin, self._most = (
+            False,
+            0,
+            OperationCounts(),
+            self._live,
+            self._live,
+        )
 
     # What it does.
 
@@ -113,6 +122,7 @@ class _Counter(TorchDispatchMode):
         counts = _counts(func, given, made)
         if counts is not None:
             self._counts += counts
+            self._uses |= any(_address(tensor) in self._weights for tensor in given)
         return output
 
     def _note_memory(self, tensor: torch.Tensor) -> None:

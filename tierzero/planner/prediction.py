@@ -151,7 +151,7 @@ def _accesses(load: Workload, machine: MachineProfile) -> tuple[list[Access], li
     def seconds(counts: OperationCounts) -> float:
         return counts.seconds(rates) * slower
 
-    forward = [Access(visit.unit, seconds(visit.counts)) for visit in load.work.forward]
+    forward = [Access(visit.unit, seconds(visit.counts), visit.uses_weights) for visit in load.work.forward]
     again = {visit.unit: seconds(visit.counts) for visit in load.work.forward if visit.unit in load.recomputed}
     last = {visit.unit: number for number, visit in enumerate(load.work.backward)}
     backward: list[Access] = []
@@ -163,7 +163,7 @@ def _accesses(load: Workload, machine: MachineProfile) -> tuple[list[Access], li
                 if unit != visit.unit:
                     backward.append(Access(unit, again[unit]))
             backward.append(Access(visit.unit, again[visit.unit]))
-        backward.append(Access(visit.unit, seconds(visit.counts), completes=last[visit.unit] == number))
+        backward.append(Access(visit.unit, seconds(visit.counts), visit.uses_weights, last[visit.unit] == number))
     return forward, backward
 
 

@@ -31,10 +31,13 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Access:
-    """The model uses ``unit`` for ``seconds``; ``completes``: its gradients are complete then."""
+    """``unit`` runs for ``seconds``, for which its weights are fetched if it ``uses`` them; ``completes``: its
+    gradients are complete then.
+    """
 
     unit: int
     seconds: float
+    uses: bool = True
     completes: bool = False
 
 

@@ -48,9 +48,9 @@ class Visit:
     """A stretch of a forward or backward between two changes of unit. ``counts`` are those of the unit alone, not of
     units inside it.
 
-    ``entered``: bytes of the tensors that a unit is called with. ``transient``: bytes that are alive at most during it
-    beyond those at its begin; ``kept``: beyond them at its end. Weights do not count, their gradients until they are
-    complete.
+    ``uses_weights``: any operation reads a weight; the backward of an embedding does not. ``entered``: bytes of the
+    tensors that a unit is called with. ``transient``: bytes that are alive at most during it beyond those at its begin;
+    ``kept``: beyond them at its end. Weights do not count, their gradients until they are complete.
     """
 
     unit: int
@@ -58,6 +58,7 @@ class Visit:
     transient: int
     kept: int
     entered: int = 0
+    uses_weights: bool = True
 
 
 @dataclass(frozen=True)

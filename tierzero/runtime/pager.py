@@ -116,9 +116,10 @@ class Pager:
         if self._depth == 0:
             return
         left = len(self._units)
-        if self._reads_ahead and _in_backward() and self.trace.in_last_backward():
+        if _in_backward() and self.trace.in_last_backward():
             left = self.trace.left()
-            self._updater.read_ahead([group for unit in self.trace.order() for group in self._units[unit].groups])
+            if self._reads_ahead:
+                self._updater.read_ahead([group for unit in self.trace.order() for group in self._units[unit].groups])
         for index in self.trace.upcoming(min(self._depth, left)):
             if self._records[index].state is Paging.AWAY and not self._start(
                 self._units[index], Priority.PREFETCH, required=False

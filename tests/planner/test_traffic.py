@@ -1,0 +1,81 @@
+"""The simulated step moves what a real one moves: the same schedule, on the same plan."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierzero as tz
+from tierzero.models import bundled_model
+from tierzero.training.planned import Planner, Site, default_plan
+
+from .machines import machine
+
+NVME = {"params": "nvme", "optimizer": "nvme"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "all but gradients": {"placement": {**NVME, "gradients": "host"}},
+    "gradients too": {"placement": {**NVME, "gradients": "nvme"}},
+    "weights in memory": {"placement": {"params": "host", "optimizer": "nvme", "gradients": "host"}},
+    "a split": {"placement": {"params": {"host": 0.5, "nvme": 0.5}, "optimizer": {"host": 0.4, "nvme": 0.6}}},
+    "no prefetch": {"placement": NVME, "tiers": {"prefetch": 0}},
+    "far prefetch": {"placement": NVME, "tiers": {"prefetch": 4}},
+    "small tiles": {"placement": NVME, "tiers": {"tile": 32768, "host": "4MB"}},
+    "roomy": {"placement": NVME, "tiers": {"host": "64MB"}},
+    "recompute": {"placement": NVME, "activations": {"recompute": "unit"}},
+    "segments": {"placement": NVME, "activations": {"recompute": 2}},
+    "kept": {"placement": NVME, "sharding": {"reshard_after_forward": False}},
+    "accumulation": {"placement": {**NVME, "gradients": "nvme"}, "train": {"micro_batch": 1}},
+    "overlap none": {"placement": NVME, "optimizer": {"overlap": "none"}},
+    "overlap backward": {"placement": NVME, "optimizer": {"overlap": "backward"}, "train": {"grad_clip": 0}},
+    "tied": {"placement": NVME, "model": {"tied": True}},
+}
+
+
+def configuration(case: dict[str, Any], nvme: Path) -> tz.Config:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"dim": 128, "layers": 5, "heads": 2, "vocab": 4096},
+        "train": {"batch_size": 2, "seq_len": 16},
+        "tiers": {"nvme": [str(nvme)]},
+        "sharding": {"min_unit": 0},
+    }
+    for section, keys in case.items():
+        base.setdefault(section, {}).update(keys)
+    return tz.Config.from_dict(base)
+
+
+def measured(config: tz.Config, micro_batch: int) -> float:
+    """NVMe bytes of a step; a mean, because write-backs may end in the next one."""
+    with tz.empty_init():
+        model = bundled_model(config)
+    sharded = tz.shard(model, config)
+    optimizer = tz.AdamW(sharded.parameters(), lr=1e-3)
+    try:
+        moved = []
+        for step in range(14):
+            ids = torch.randint(0, 4096, (config.train.batch_size, 16), generator=torch.Generator().manual_seed(step))
+            for part in ids.split(micro_batch):
+                sharded(part, part).backward()
+            if config.train.grad_clip:
+                tz.clip_grad_norm_(sharded, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = tz.stats(sharded)
+            moved.append(stats["nvme_read_bytes"] + stats["nvme_write_bytes"])
+        return statistics.mean(moved[2:])
+    finally:
+        tz.close(sharded)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_predicted_traffic_is_measured_traffic(case: dict[str, Any], tmp_path: Path) -> None:
+    config = configuration(case, tmp_path)
+    planner = Planner(config, Site(machine()))
+    plan = default_plan(planner)
+    assert plan is not None
+    predicted = plan.best.prediction.phases.nvme_bytes
+    assert predicted == pytest.approx(measured(config, planner.micro_batch), rel=0.02)
