@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 
 from .config import Config
 from .messages import sections_of
-from .rules import Rule, toml_text
+from .rules import Rule
+from .toml import toml_text
 
 _INTRODUCTION = """# Configuration
 
@@ -53,8 +54,6 @@ def _default(field: FieldInfo, rule: Rule) -> str:
         return str(field.json_schema_extra["shown"])
     if value is None:
         return '`"auto"`' if rule.allowed.startswith('"auto"') else "none"
-    if isinstance(value, (list, tuple)):
-        return f"`[{', '.join(toml_text(item) for item in value)}]`"
     return f"`{toml_text(value)}`"
 
 

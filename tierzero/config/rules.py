@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic_core import CoreSchema, core_schema
 
+from .toml import toml_text
+
 _UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -163,13 +165,6 @@ def either(first: Rule, second: Rule) -> Rule:
         raise rule.refuse()
 
     return _rule(f"{first.allowed} or {second.allowed}", parse)
-
-
-def toml_text(value: str | float | bool) -> str:
-    """A plain value as it is written in TOML."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def parse_size(value: Any) -> int | None:
