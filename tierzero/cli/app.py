@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import checkpoints, plan
+from . import checkpoints, import_config, plan
 from .failures import reported, usage_errors
 from .values import size
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 checkpoints.add_to(app)
+import_config.add_to(app)
 plan.add_to(app)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -76,8 +77,31 @@ class Config(BaseModel):
         return cls._build(copy.deepcopy(dict(values)), "config", Path.cwd())
 
     @classmethod
+    def from_deepspeed(cls, config: str | os.PathLike[str] | Mapping[str, Any], ranks: int | None = None) -> Config:
+        """Translates a DeepSpeed JSON file, or its content as a dict.
+
+        ``ranks``: how many will run, where the file gives a batch per rank only. Paths in a file are relative to its
+        folder. One warning names the keys that do not mean quite the same here; `tierzero.config.deepspeed.translate`
+        gives what became of each. Raises ConfigError for what the user must change.
+        """
+        from .deepspeed import translate  # it builds on this module
+
+        translation = translate(config, ranks)
+        if summary := translation.summary():
+            warnings.warn(summary, stacklevel=2)
+        return translation.config
+
+    @classmethod
+    def from_translation(cls, given: dict[str, Any], source: str, base: Path, said: Mapping[str, str]) -> Self:
+        """From values that another configuration was translated to. ``said``: for each key, where it comes from.
+
+        Raises ConfigError.
+        """
+        return cls._build(given, source, base, said)
+
+    @classmethod
     def _build(cls, given: dict[str, Any], source: str, base: Path, said: Mapping[str, str] | None = None) -> Self:
-        """``said``: for keys that were given on the command line, how."""
+        """``said``: for keys that do not come from ``source`` as they are, how they were given."""
         try:
             config = cls.model_validate(given, context={"base": base})
         except ValidationError as error:
@@ -91,7 +115,9 @@ class Config(BaseModel):
         return self._source
 
     def origin(self, *keys: str) -> str:
-        """How the first of ``keys`` ("section.key") that stood on the command line was given there; else `source`."""
+        """How the first of ``keys`` ("section.key") that stood on the command line, or was translated, was given; else
+        `source`.
+        """
         return next((self._said[key] for key in keys if key in self._said), self._source)
 
     def override(self, assignments: Iterable[str]) -> Self:
