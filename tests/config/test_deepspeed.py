@@ -253,3 +253,15 @@ def test_schedules_are_theirs_about_two_steps_ahead(kind: str) -> None:
     ours = lr_factor(config.optimizer, 1000)
     gap = max(abs(ours(step) - theirs(kind, step + 2, 100, 1000, 0.0001)) for step in range(998))
     assert gap < 0.011  # one step of the warm-up
+
+
+def test_what_a_later_key_says_is_not_said_to_be_added() -> None:
+    params = {"total_num_steps": 10, "warmup_max_lr": 1e-4, "warmup_num_steps": 2}
+    given_keys = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    translation = translate(given_keys)
+    added = {each.key: each.value for each in translation.added}
+    assert "optimizer.lr" not in added
+    assert translation.origin["optimizer.lr"] == "scheduler.params.warmup_max_lr"
+    assert added["optimizer.weight_decay"] == 0.0
+    del params["warmup_max_lr"]
+    assert [each.value for each in translate(given_keys).added if each.key == "optimizer.lr"] == [0.001]

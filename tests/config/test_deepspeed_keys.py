@@ -113,3 +113,6 @@ def test_any_keys_are_refused_in_a_line_or_each_reported_once(values: dict[str, 
     assert Config.from_dict(translation.config.given()) == translation.config
     said = {f"{section}.{key}" for section, values in translation.config.given().items() for key in values}
     assert said == set(translation.origin)
+    added = [(each.key, each.value) for each in translation.added]
+    assert len(dict(added)) == len(added)
+    assert [(key, translation.config.given()[key.split(".")[0]][key.split(".")[1]]) for key, _ in added] == added

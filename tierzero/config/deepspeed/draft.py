@@ -102,14 +102,14 @@ class Draft:
         self.tell(key, Outcome.DIFFERS if note else Outcome.MAPPED, note, target)
 
     def put(self, target: str, value: Any, key: str) -> None:
-        """``target`` has this value because of ``key``."""
+        """``target`` has this value because of ``key``, whatever it had before."""
         self.values[target] = value
         self.origin[target] = key
+        self.added = [each for each in self.added if each.key != target]
 
     def add(self, target: str, value: Any, why: str) -> None:
         """``target`` has this value although nothing was said."""
-        self.values[target] = value
-        self.origin[target] = f"no key there: {why}"
+        self.put(target, value, f"added: {why}")
         self.added.append(Added(target, value, why))
 
     def auto(self, key: str, target: str) -> bool:
