@@ -85,24 +85,27 @@ class _Counter(TorchDispatchMode):
         self._leave(unit)
 
     def _enter(self, unit: int, _: Any = None) -> None:
-        if self._running[-1] != unit:
-            self._end_visit()
-            self._running.append(unit)
+        self._run([*self._running, unit])
 
     def _leave(self, unit: int, _: Any = None) -> None:
         """A backward enters the unit before by the same tensor by which it leaves this one, and enters it first."""
         if unit in self._running[1:]:
+            last = len(self._running) - 1 - self._running[::-1].index(unit)
+            self._run(self._running[:last] + self._running[last + 1 :])
+
+    def _run(self, running: list[int]) -> None:
+        """From now on; one unit may be entered several times before it is left."""
+        if running[-1] != self._running[-1]:
             self._end_visit()
-            self._running.reverse()
-            self._running.remove(unit)
-            self._running.reverse()
+        self._running = running
 
     def _end_visit(self) -> None:
         if self._counts.operations:
-            unit, counts = self._running[-1], self._counts
-            self._visits.append(
-                Visit(unit, counts, self._most - self._begin, self._live - self._begin, self._entered, self._uses)
-            )
+            transient, kept = self._most - self._begin, self._live - self._begin
+            visit = Visit(self._running[-1], self._counts, transient, kept, self._entered, self._uses)
+            if self._visits and self._visits[-1].unit == visit.unit:
+                visit = self._visits.pop().followed_by(visit)
+            self._visits.append(visit)
         self._uses, self._entered, self._counts, self._begin, self._most = (
             False,
             0,

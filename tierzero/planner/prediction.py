@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tierzero.errors import ConfigError
 from tierzero.planner.fluid import Shared
 from tierzero.planner.machine import Dtype, MachineProfile, rate_at
 from tierzero.planner.shape import MemoryPlan, ModelShape
@@ -126,7 +127,10 @@ def _collective_seconds(
     if ranks.size == 1:
         return [0.0] * len(gathered), [0.0] * len(gradients)
     if network is None:
-        raise ValueError("the machine profile has no network")
+        raise ConfigError(
+            f"plan: {ranks.size} ranks need the rates of collectives, which the machine profile {machine.name!r} does "
+            "not have; measure them with tierzero bench all --save"
+        )
     nodes = ranks.size // ranks.local
     between = network.between_nodes
 

@@ -60,6 +60,17 @@ class Visit:
     entered: int = 0
     uses_weights: bool = True
 
+    def followed_by(self, other: Visit) -> Visit:
+        """Both as one; they are of the same unit."""
+        return Visit(
+            self.unit,
+            self.counts + other.counts,
+            max(self.transient, self.kept + other.transient),
+            self.kept + other.kept,
+            self.entered + other.entered,
+            self.uses_weights or other.uses_weights,
+        )
+
 
 @dataclass(frozen=True)
 class ModelWork:
