@@ -79,10 +79,10 @@ class TestCountedWork:
         matrices = layers * 12 * dim**2 + 8192 * dim  # the embedding is looked up; the head is made twice, see its loss
         attention = layers * 3.5 * 4 * tokens * 64 * dim
         wanted = 6 * tokens * matrices + 2 * tokens * 8192 * dim + attention
-        assert found._work.flops == pytest.approx(wanted, rel=1e-6)
+        assert found.work.flops == pytest.approx(wanted, rel=1e-6)
 
     def test_the_backward_visits_the_units_in_reverse(self) -> None:
-        work = planner()._work
+        work = planner().work
         forward = [visit.unit for visit in work.forward if visit.counts.flops]
         backward = [visit.unit for visit in work.backward if visit.counts.flops]
         assert forward == [2, 3, 4, 5]  # two blocks of a unit each, and the head
@@ -102,7 +102,7 @@ class TestCountedWork:
         # Where nothing is waited for.
         kept = step_s(placement=dict.fromkeys(NVME, "host"), activations={"recompute": "none"})
         again = step_s(placement=dict.fromkeys(NVME, "host"), activations={"recompute": "unit"})
-        work = planner()._work
+        work = planner().work
         blocks = total(visit for visit in work.forward if visit.kept and visit.counts.attention)
         assert again - kept == pytest.approx(blocks.seconds(machine().compute["bf16"]), rel=0.15)
 
@@ -128,7 +128,7 @@ class TestBounds:
         plan = default_plan(found)
         assert plan is not None
         phases, profile = plan.best.prediction.phases, machine()
-        work = total((*found._work.forward, *found._work.backward)).seconds(profile.compute["bf16"])
+        work = total((*found.work.forward, *found.work.backward)).seconds(profile.compute["bf16"])
         assert phases.step >= work + found.parameters / profile.adam[2] - 1e-9
         assert phases.step >= phases.nvme_bytes / 2e9 - 1e-9
         assert phases.step == pytest.approx(phases.forward + phases.backward + phases.update)

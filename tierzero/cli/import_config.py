@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .failures import reported
+from .values import write_new
 
 
 def add_to(app: typer.Typer) -> None:
@@ -34,7 +35,7 @@ def import_config(
         translation = translate(config, ranks)
         text = translation.toml()
         if out is not None:
-            _write_new(out, text)
+            write_new(out, text)
         if as_json:
             print(json.dumps({**report.as_json(translation), "out": None if out is None else str(out)}))
             return
@@ -44,15 +45,3 @@ def import_config(
             print(table, file=sys.stderr)
         else:
             print(table)
-
-
-def _write_new(path: Path, text: str) -> None:
-    from ..errors import ConfigError
-
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path}: exists already; choose another --out, or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot write the configuration: {error.strerror or error}") from None

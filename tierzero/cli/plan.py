@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .failures import reported
+from .values import write_new
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,6 +30,9 @@ def plan(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; may be given several times."),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="Write the configuration with the plan to this new file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the fastest placement and schedule, its peak memory, its step time and what bounds it. Allocates nothing.
@@ -37,10 +41,11 @@ def plan(
     """
     with reported():
         from ..config import Config
+        from ..config.toml import toml_document
         from ..errors import BudgetError
         from ..training import plan_report
         from ..training.improvements import improvements
-        from ..training.planned import Planner, default_plan, site_of
+        from ..training.planned import Planner, default_plan, planned_config, site_of
 
         loaded = Config.load(config).override(assignments or [])
         loaded.check()
@@ -51,6 +56,8 @@ def plan(
             if as_json:
                 print(json.dumps({"fits": False, "missing_bytes": error.missing, "why": str(error)}))
             raise
+        if out is not None:
+            write_new(out, toml_document(planned_config(found)))
         default, better = default_plan(planner), improvements(planner, found)
         if as_json:
             print(json.dumps(plan_report.as_json(found, better, default)))

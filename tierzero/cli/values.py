@@ -1,6 +1,8 @@
-"""What options of several commands may be."""
+"""What options of several commands may be, and what is done with them."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import typer
 
@@ -13,3 +15,16 @@ def size(text: str) -> int:
     if found is None or found < 0:
         raise typer.BadParameter(f'{text!r} is no size; write bytes, or text such as "16GB" or "512MiB"')
     return found
+
+
+def write_new(path: Path, text: str) -> None:
+    """Writes a configuration to a file that does not exist yet. Raises ConfigError."""
+    from ..errors import ConfigError
+
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists already; choose another --out, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the configuration: {error.strerror or error}") from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..sharding.stages import KINDS
+from ..config.toml import toml_text
 from .improvements import Improvement
-from .planned import Plan, placement_of
+from .planned import Plan, placement_of, settings
 from .text import amount, count
 
 
@@ -114,24 +114,10 @@ def _memory_table(plan: Plan) -> list[str]:
 
 
 def _settings(plan: Plan) -> list[str]:
-    best, choice = plan.best, plan.best.choice
-    placement = placement_of(plan)
-    found = [f"set      placement.{kind} = {_split(placement[kind])}" for kind in KINDS if placement[kind]]
-    found.append(f"         tiers.tile = {best.plan.tile}, tiers.prefetch = {best.plan.prefetch}")
-    found.append(
-        f'         optimizer.overlap = "{choice.overlap}", activations.recompute = {_quoted(choice.recompute)}'
-    )
-    return [line if number == 0 else " " * 9 + line[9:] for number, line in enumerate(found)]
-
-
-def _split(tiers: dict[str, float]) -> str:
-    if len(tiers) == 1:
-        return f'"{next(iter(tiers))}"'
-    return "{" + ", ".join(f"{tier} = {part:g}" for tier, part in tiers.items()) + "}"
-
-
-def _quoted(value: str | int) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    pairs = [
+        f"{name}.{key} = {toml_text(value)}" for name, keys in settings(plan).items() for key, value in keys.items()
+    ]
+    return [f"{'set' if number == 0 else '':<9}{pair}" for number, pair in enumerate(pairs)]
 
 
 def _seconds(value: float) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -77,7 +78,7 @@ class Planner:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.shape = self._draft.shape()
         self._units = {name: index for index, spec in enumerate(self._draft.specs) for name in spec.modules}
-        self._work = self._count()
+        self.work = self._count()
 
     def _count(self) -> ModelWork:
         config, dtype = self.config, DTYPES[self.config.train.precision]
@@ -104,7 +105,7 @@ class Planner:
         site = site or self.site
         budgets = budgets or self.budgets(site)
         options = options or self.options()
-        best = fastest(options, lambda choice: self._candidate(choice, site, budgets))
+        best = fastest(options, lambda choice: self.candidate(choice, site, budgets))
         return Plan(self.config, site, self.parameters, self.shape, budgets, self.micro_steps, best)
 
     def as_configured(self) -> Choice:
@@ -125,12 +126,12 @@ class Planner:
         return Options(
             [config.activations.recompute] if ("activations", "recompute") in said else ["none", "unit", "sqrt"],
             [config.optimizer.overlap] if ("optimizer", "overlap") in said else overlaps,
-            [KINDS] if len(open_kinds) < 2 or self.budget_is_open() else list(itertools.permutations(KINDS)),
+            [KINDS] if len(open_kinds) < 2 or self.nothing_competes() else list(itertools.permutations(KINDS)),
             [config.tiers.tile] if config.tiers.tile is not None else _TILES,
             [config.tiers.prefetch] if config.tiers.prefetch is not None else [None, 1, 2, 3, 4],
         )
 
-    def budget_is_open(self) -> bool:
+    def nothing_competes(self) -> bool:
         """Whether there is no drive, so that nothing competes for faster memory on the host's own processor."""
         return self.site.machine.device is None and not self.config.tiers.nvme
 
@@ -153,7 +154,7 @@ class Planner:
             *((tiers.nvme_limit, True) if tiers.nvme_limit is not None else ()),
         )
 
-    def _candidate(self, choice: Choice, site: Site, budgets: Budgets) -> Candidate:
+    def candidate(self, choice: Choice, site: Site, budgets: Budgets) -> Candidate:
         segment = segment_length(choice.recompute, len(self._draft.blocks))
         load = self._workload(choice, site, segment)
         activations = transient_peak(load)
@@ -174,7 +175,7 @@ class Planner:
         recomputed = list(dict.fromkeys(self._units[name] for name in self._draft.blocks)) if segment else []
         return Workload(
             self.shape,
-            self._work,
+            self.work,
             self.config.train.precision,
             self._draft.stage,
             PlannedRanks(site.ranks, site.local),
@@ -197,15 +198,27 @@ def _without(budgets: Budgets, activations: int) -> Budgets:
     return dataclasses.replace(budgets, device_free=max(0, budgets.device_free - activations))
 
 
-def changed_keys(plan: Plan) -> dict[str, dict[str, object]]:
-    """The keys by which a run follows the plan, beside those that the configuration has."""
+def settings(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The keys by which a run follows the plan."""
     best = plan.best
+    placement = {
+        kind: next(iter(tiers)) if len(tiers) == 1 else tiers for kind, tiers in placement_of(plan).items() if tiers
+    }
     return {
-        "placement": dict(placement_of(plan)),
+        "placement": placement,
         "tiers": {"tile": best.plan.tile, "prefetch": best.plan.prefetch},
         "optimizer": {"overlap": best.choice.overlap},
         "activations": {"recompute": best.choice.recompute},
     }
+
+
+def planned_config(plan: Plan) -> dict[str, dict[str, Any]]:
+    """What the configuration says, paths made absolute, and the settings of the plan."""
+    every, given = plan.config.to_dict(), plan.config.given()
+    said = {name: {key: every[name][key] for key in keys if key in every[name]} for name, keys in given.items()}
+    for name, keys in settings(plan).items():
+        said[name] = {**said.get(name, {}), **keys}
+    return said
 
 
 def placement_of(plan: Plan) -> dict[str, dict[str, float]]:
