@@ -79,7 +79,7 @@ def fastest(options: Options, attempt: Try) -> Candidate:
         for field in fields(options):
             for option in getattr(options, field.name):
                 found = outcome(replace(best.choice, **{field.name: option}))
-                if isinstance(found, Candidate) and found.step_s < best.step_s * (1 - WORTH):
+                if not isinstance(found, BudgetError) and found.step_s < best.step_s * (1 - WORTH):
                     best = found
         if best is before:
             break
@@ -92,7 +92,7 @@ def _first_that_fits(options: Options, outcome: Callable[[Choice], Candidate | B
     for recompute in options.recompute:
         for tile in options.tile:
             found = outcome(replace(first, recompute=recompute, tile=tile))
-            if isinstance(found, Candidate):
+            if not isinstance(found, BudgetError):
                 return found
             if shortage is None or found.missing < shortage.missing:
                 shortage = found
