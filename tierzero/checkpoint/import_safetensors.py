@@ -14,7 +14,8 @@ import torch
 import xxhash
 
 from tierzero.checked_json import CHECKSUM, read_json, write_json
-from tierzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Extent, ParameterRecord, rank_stem, record_as_json
+from tierzero.checkpoint.index import Check, Extent, index_as_json
+from tierzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, ParameterRecord, rank_stem, record_as_json
 from tierzero.checkpoint.output import (
     ByteProgress,
     OutputFile,
@@ -121,20 +122,22 @@ class _Data:
     def __init__(self, file: OutputFile) -> None:
         self.file = file
         self.extents: list[Extent] = []
+        self.checks: list[Check] = []
 
     def add(self, name: str, segment: str, start: int, values: torch.Tensor) -> None:
         raw = bytes_of(values)
-        self._note(name, segment, start, values.numel(), raw.nbytes, xxhash.xxh3_64_hexdigest(raw))
+        self._note(name, segment, start, values.numel(), Check.of(self.file.position, raw))
         self.file.write(raw)
         self.file.skip(page_round(raw.nbytes) - raw.nbytes)
 
     def add_zeros(self, name: str, segment: str, start: int, numel: int) -> None:
         nbytes = numel * torch.float32.itemsize
-        self._note(name, segment, start, numel, nbytes, _digest_of_zeros(nbytes))
+        self._note(name, segment, start, numel, Check(self.file.position, nbytes, _digest_of_zeros(nbytes)))
         self.file.skip(page_round(nbytes))
 
-    def _note(self, name: str, segment: str, start: int, numel: int, nbytes: int, digest: str) -> None:
-        self.extents.append(Extent(name, segment, start, start + numel, self.file.position, nbytes, digest))
+    def _note(self, name: str, segment: str, start: int, numel: int, check: Check) -> None:
+        self.extents.append(Extent(name, segment, start, start + numel, check.offset, check.nbytes))
+        self.checks.append(check)
 
 
 @functools.lru_cache(maxsize=64)
@@ -156,7 +159,7 @@ def _write_data(staging: Path, source: SafetensorsSource, plan: _Plan, progress:
                 done += values.nbytes
                 if progress is not None:
                     progress(done, total)
-    index = {"extents": [record_as_json(extent) for extent in data.extents], "rng": {}, "nbytes": file.position}
+    index = index_as_json(file.position, {}, data.extents, data.checks)
     write_json(staging / f"{rank_stem(0)}.json", index)
     sync_path(staging / f"{rank_stem(0)}.json")
 

@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import xxhash
 
-from tierzero.checkpoint.manifest import MANIFEST, Extent, extents_from, rank_stem, read_index, read_manifest
+from tierzero.checkpoint.index import Check, RankIndex, arrays_of, named
+from tierzero.checkpoint.manifest import MANIFEST, rank_stem, read_index, read_manifest, step_of
 from tierzero.checkpoint.output import ByteProgress
 from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.checkpoint.tensors import checkpoint_folder
 from tierzero.errors import CheckpointError
 from tierzero.optim.formats import state_format
 
+_COMMA = ", "
+
 
 @dataclass(frozen=True)
 class Damage:
     """One thing wrong with a checkpoint: a file as a whole, or ``nbytes`` at byte ``offset`` of it, which hold elements
-    of ``segment`` of ``parameter``.
+    of ``segment`` of ``parameter``: several with commas between where one checksum is of them all.
     """
 
     file: str
@@ -35,9 +37,10 @@ class Damage:
     nbytes: int | None = None
 
     def __str__(self) -> str:
-        if self.segment is None:
+        if self.segment is None or self.parameter is None:
             return f"{self.file}: {self.problem}"
-        where = f"{self.segment} of {self.parameter!r}, {self.nbytes:,} bytes at {self.offset:,}"
+        what = named([self.segment], self.parameter.split(_COMMA))
+        where = f"{what}, {self.nbytes:,} bytes at {self.offset:,}"
         return f"{self.file}: {where}: {self.problem}"
 
 
@@ -92,8 +95,8 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
         for segment, name, numel in _arrays(manifest):
             reader.check_covers(name, segment, numel)
         by_segment: Counter[str] = Counter()
-        for (_, segment), entries in reader.by_segment.items():
-            by_segment[segment] += sum(extent.nbytes for extent, _ in entries)
+        for (_, segment), places in reader.by_segment.items():
+            by_segment[segment] += sum(place.extent.nbytes for place in places)
     finally:
         reader.close()
     return _summary(folder, manifest, dict(by_segment))
@@ -102,7 +105,8 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
 def verify_checkpoint(path: str | os.PathLike[str], progress: ByteProgress | None = None) -> list[Damage]:
     """Reads the checkpoint at ``path`` to its end and returns everything that is wrong with it; nothing: it is whole.
 
-    Memory is an extent. ``progress`` is told the bytes read and their total. Raises ConfigError where no checkpoint is.
+    Memory is the largest range that has a checksum. ``progress`` is told the bytes read and their total. Raises
+    ConfigError where no checkpoint is.
     """
     folder = checkpoint_folder(path)
     try:
@@ -130,42 +134,41 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: ByteProgress | Non
 @dataclass(frozen=True)
 class _RankData:
     path: Path
-    extents: list[Extent]
+    index: RankIndex
 
     @staticmethod
     def of(folder: Path, rank: int, manifest: Mapping[str, Any]) -> _RankData:
-        index = read_index(folder, rank, manifest)
-        extents = extents_from(index, folder / f"{rank_stem(rank)}.json")
-        return _RankData(folder / f"{rank_stem(rank)}.bin", sorted(extents, key=lambda extent: extent.offset))
+        return _RankData(folder / f"{rank_stem(rank)}.bin", read_index(folder, rank, manifest))
 
     @property
     def nbytes(self) -> int:
-        return sum(extent.nbytes for extent in self.extents)
+        return sum(check.nbytes for check in self.index.checks)
 
     def check(self) -> Iterator[tuple[int, Damage | None]]:
-        """Bytes of each extent and what is wrong with it."""
+        """Bytes of each range with a checksum and what is wrong with it."""
         try:
             with self.path.open("rb") as file:
-                for extent in self.extents:
-                    problem = _problem(file, extent)
-                    os.posix_fadvise(file.fileno(), extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
-                    yield extent.nbytes, self._damage(extent, problem) if problem else None
-        except OSError as error:  # of opening it: those of reading are told by extent
+                for check in self.index.checks:
+                    problem = _problem(file, check)
+                    os.posix_fadvise(file.fileno(), check.offset, check.nbytes, os.POSIX_FADV_DONTNEED)
+                    yield check.nbytes, self._damage(check, problem) if problem else None
+        except OSError as error:  # of opening it: those of reading are told by range
             yield self.nbytes, Damage(self.path.name, f"cannot be read: {error.strerror}")
 
-    def _damage(self, extent: Extent, problem: str) -> Damage:
-        return Damage(self.path.name, problem, extent.segment, extent.parameter, extent.offset, extent.nbytes)
+    def _damage(self, check: Check, problem: str) -> Damage:
+        segments, parameters = (_COMMA.join(names) for names in arrays_of(self.index.inside(check)))
+        return Damage(self.path.name, problem, segments, parameters, check.offset, check.nbytes)
 
 
-def _problem(file: BinaryIO, extent: Extent) -> str | None:
+def _problem(file: BinaryIO, check: Check) -> str | None:
     try:
-        file.seek(extent.offset)
-        raw = file.read(extent.nbytes)
+        file.seek(check.offset)
+        raw = file.read(check.nbytes)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if len(raw) < extent.nbytes:
+    if len(raw) < check.nbytes:
         return f"the file ends after {len(raw):,} of them"
-    return None if xxhash.xxh3_64_hexdigest(raw) == extent.xxh3 else "does not match its checksum"
+    return None if check.matches(raw) else "does not match its checksum"
 
 
 def _uncovered(folder: Path, manifest: Mapping[str, Any]) -> list[Damage]:
@@ -206,7 +209,7 @@ def _summary(folder: Path, manifest: Mapping[str, Any], segment_bytes: dict[str,
     return CheckpointSummary(
         path=str(folder),
         format_version=manifest["version"],
-        step=_step(manifest),
+        step=step_of(manifest),
         world_size=manifest["world_size"],
         parameters=len(parameters),
         elements=sum(dtypes.values()),
@@ -218,13 +221,6 @@ def _summary(folder: Path, manifest: Mapping[str, Any], segment_bytes: dict[str,
         extra=list(extra) if isinstance(extra, dict) else [],
         tensors=[*_parameter_rows(manifest), *_buffer_rows(manifest)],
     )
-
-
-def _step(manifest: Mapping[str, Any]) -> int:
-    extra = manifest["extra"]
-    if isinstance(extra, dict) and isinstance(extra.get("step"), int):
-        return int(extra["step"])
-    return max((int(record["step"]) for record in manifest["parameters"].values()), default=0)
 
 
 def _parameter_rows(manifest: Mapping[str, Any]) -> Iterator[TensorSummary]:

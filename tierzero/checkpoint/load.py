@@ -1,4 +1,4 @@
-"""Reading a checkpoint: everything is checked first; then each rank reads the extents that its shard needs, whatever
+"""Reading a checkpoint: everything is checked first; then each rank reads what its shard needs, whatever
 world size wrote them."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
             restore_steps(runtime, manifest)
             restore_optimizer(optimizer, manifest)
             if runtime.world.rank < len(reader.ranks):  # a rank that did not exist keeps its present state
-                restore_rng(runtime, reader.ranks[runtime.world.rank].index.get("rng", {}))
+                restore_rng(runtime, reader.ranks[runtime.world.rank].index.rng)
     finally:
         reader.close()
     return manifest["extra"]

@@ -3,8 +3,7 @@
 A checkpoint is a folder::
 
     manifest.json        one JSON object, written last: format, parameters by name, optimizer, buffers, extra
-    rank-00000.json      the index of a rank's data: for each extent what it holds, where, and its checksum; and the
-                         rank's RNG state
+    rank-00000.json      the index of a rank's data (`tierzero.checkpoint.index`) and the rank's RNG state
     rank-00000.bin       the data: raw little-endian elements; version 1 has each extent on its own 4096-byte boundary
 
 Each JSON file ends with a checksum of itself, and the manifest lists those of the indexes: files that are damaged, or
@@ -23,26 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from tierzero.checked_json import CHECKSUM, check_json, read_json
+from tierzero.checkpoint.index import RankIndex
 from tierzero.errors import CheckpointError
 
 FORMAT = "tierzero-checkpoint"
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Elements ``[start, stop)`` of ``segment`` of ``parameter``: ``nbytes`` at byte ``offset`` of the rank's data
-    file; xxh3_64 as hex.
-    """
-
-    parameter: str
-    segment: str
-    start: int
-    stop: int
-    offset: int
-    nbytes: int
-    xxh3: str
 
 
 @dataclass(frozen=True)
@@ -87,22 +72,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_index(folder: Path, rank: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def read_index(folder: Path, rank: int, manifest: Mapping[str, Any]) -> RankIndex:
     """The index of a rank's data. Raises CheckpointError when it is missing, damaged, or of another checkpoint."""
     path = folder / f"{rank_stem(rank)}.json"
     index = read_json(path, f"the index of rank {rank}")
     check_json(path, index, f"the index of rank {rank}")
     if index[CHECKSUM] != manifest["indexes"][rank]:
         raise CheckpointError(f"{path}: the index of rank {rank} belongs to another checkpoint than {MANIFEST}")
-    return index
+    return RankIndex.parsed(index, manifest["version"], path)
 
 
-def extents_from(index: Mapping[str, Any], path: Path) -> list[Extent]:
-    try:
-        return [Extent(**entry) for entry in index["extents"]]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: the index is damaged: {error}") from None
+def step_of(manifest: Mapping[str, Any]) -> int:
+    """As the run counts it in ``extra``, else the updates of the parameter that had most."""
+    extra = manifest["extra"]
+    if isinstance(extra, dict) and isinstance(extra.get("step"), int):
+        return int(extra["step"])
+    return max((int(record["step"]) for record in manifest["parameters"].values()), default=0)
 
 
-def record_as_json(record: ParameterRecord | Extent) -> dict[str, Any]:
+def record_as_json(record: ParameterRecord) -> dict[str, Any]:
     return asdict(record)

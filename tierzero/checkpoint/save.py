@@ -178,13 +178,8 @@ class _Save:
         """Under its name only when the data it speaks of is on the drive."""
         writer.sync()
         path = self._staging / f"{rank_stem(self._runtime.world.rank)}.json"
-        index = {
-            "extents": [record_as_json(extent) for extent in writer.extents],
-            "rng": self._content.rng,
-            "nbytes": writer.nbytes,
-        }
         unfinished = path.with_suffix(".tmp")
-        write_json(unfinished, index)
+        write_json(unfinished, writer.index(self._content.rng))
         sync_path(unfinished)
         unfinished.rename(path)
 

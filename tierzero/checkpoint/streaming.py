@@ -1,4 +1,4 @@
-"""Tiles filled from a checkpoint through the I/O engine: whole extents are read in few requests, several tiles at once,
+"""Tiles filled from a checkpoint through the I/O engine: whole checks are read in few requests, several tiles at once,
 and verified before anything of them is used."""
 
 from __future__ import annotations
@@ -10,32 +10,31 @@ from pathlib import Path
 
 import torch
 
-from tierzero.checkpoint.manifest import Extent
-from tierzero.checkpoint.reader import CheckpointReader, RankFile, verified
+from tierzero.checkpoint.index import Check
+from tierzero.checkpoint.reader import CheckpointReader, Place, RankFile, verify
 from tierzero.runtime.state import tile_pieces
 from tierzero.runtime.tile_io import OpenTile, all_or_first_error
 from tierzero.tiers import FlatFile, HostAllocator, IoEngine, MemoryPool, Priority, Tier, page_round
 from tierzero.tiers.memory import PAGE
 
 _REQUEST = 8 << 20
-"""Bytes that neighbouring extents are read in at once."""
+"""Bytes that neighbouring checks are read in at once."""
 _MEMORY = 64 << 20
-"""Bytes that may be in flight, if that is the largest extent at least."""
+"""Bytes that may be in flight, if that is the largest check at least."""
 
 
 @dataclass(frozen=True)
 class _Part:
     """Elements of an extent, from ``first`` on, that belong in ``into``."""
 
-    extent: Extent
-    rank: RankFile
+    place: Place
     first: int
     into: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Parts whose extents are neighbours in a file, in order: bytes ``[start, stop)``, whole pages."""
+    """Parts whose checks are neighbours in a file, in order: bytes ``[start, stop)``, whole pages."""
 
     rank: RankFile
     start: int
@@ -48,7 +47,7 @@ class ExtentStream:
 
     def __init__(self, engine: IoEngine, reader: CheckpointReader) -> None:
         self._engine, self._reader = engine, reader
-        largest = max((extent.nbytes for entries in reader.by_segment.values() for extent, _ in entries), default=0)
+        largest = max((check.nbytes for rank in reader.ranks for check in rank.index.checks), default=0)
         self._memory = MemoryPool(Tier.HOST, max(_MEMORY, page_round(largest) + PAGE), HostAllocator())
         self._files: dict[Path, FlatFile] = {}
         self._open = ExitStack()
@@ -65,10 +64,11 @@ class ExtentStream:
         for piece in tile_pieces(opened.group, opened.tile):
             for segment, values in opened.segments():
                 wanted, start = values[piece.of_tile], piece.of_parameter.start
-                for extent, rank in self._reader.by_segment[(piece.slot.name, segment)]:
-                    first, last = max(start, extent.start), min(start + wanted.numel(), extent.stop)
+                for place in self._reader.by_segment[(piece.slot.name, segment)]:
+                    begin, end = place.extent.start, place.extent.stop
+                    first, last = max(start, begin), min(start + wanted.numel(), end)
                     if first < last:
-                        yield _Part(extent, rank, first - extent.start, wanted[first - start : last - start])
+                        yield _Part(place, first - begin, wanted[first - start : last - start])
 
     async def _read(self, run: _Run) -> None:
         file = self._file(run.rank)
@@ -89,25 +89,28 @@ class ExtentStream:
 
 def _runs(parts: Iterator[_Part]) -> list[_Run]:
     found: list[_Run] = []
-    for part in sorted(parts, key=lambda part: (part.rank.path, part.extent.offset)):
-        start = part.extent.offset // PAGE * PAGE
-        stop = page_round(part.extent.offset + part.extent.nbytes)
+    for part in sorted(parts, key=lambda part: (part.place.rank.path, part.place.check.offset)):
+        check, rank = part.place.check, part.place.rank
         last = found[-1] if found else None
-        near = last is not None and last.rank is part.rank and start <= last.stop + PAGE
+        if last is not None and last.parts[-1].place.check is check:
+            last.parts.append(part)
+            continue
+        start, stop = check.offset // PAGE * PAGE, page_round(check.end)
+        near = last is not None and last.rank is rank and start <= last.stop + PAGE
         if last is not None and near and stop - last.start <= _REQUEST:
             found[-1] = _Run(last.rank, last.start, max(last.stop, stop), [*last.parts, part])
         else:
-            found.append(_Run(part.rank, start, stop, [part]))
+            found.append(_Run(rank, start, stop, [part]))
     return found
 
 
 def _take(run: _Run, memory: memoryview) -> None:
-    known: Extent | None = None
+    known: Check | None = None
     for part in run.parts:
-        begin = part.extent.offset - run.start
-        raw = memory[begin : begin + part.extent.nbytes]
-        if part.extent is not known:
-            verified(raw, part.extent, part.rank)
-            known = part.extent
-        skip = part.first * part.into.element_size()
+        check = part.place.check
+        raw = memory[check.offset - run.start : check.end - run.start]
+        if check is not known:
+            verify(raw, check, run.rank)
+            known = check
+        skip = part.place.within + part.first * part.into.element_size()
         part.into.view(torch.uint8).copy_(torch.frombuffer(raw[skip : skip + part.into.nbytes], dtype=torch.uint8))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
-import xxhash
 
-from tierzero.checkpoint.manifest import Extent
+from tierzero.checkpoint.index import Check, Extent, index_as_json
 from tierzero.errors import CheckpointError
 from tierzero.runtime.snapshot import TileCopy, copied_bytes
-from tierzero.runtime.state import GroupState, tile_pieces
+from tierzero.runtime.state import GroupState, Tile, tile_pieces
 from tierzero.tiers import FlatFile, HostAllocator, IoEngine, Priority, free_bytes, page_round
 
 EXTENT_ELEMENTS = 1 << 22
-"""Most elements of an extent: a reader takes whole ones, because a checksum is of the whole."""
+"""Most elements of an extent: a reader takes whole ones, because its checksum is of the whole."""
 
 
 class RankWriter:
@@ -34,23 +34,25 @@ class RankWriter:
         *self._offsets, self._tiles_end = accumulate(sizes, initial=0)
         self.nbytes = self._tiles_end + sum(page_round(values.nbytes) for _, values in buffers)
         self._extents: list[Extent] = []
+        self._checks: list[Check] = []
         self._file = _created(path, self.nbytes)
 
-    @property
-    def extents(self) -> list[Extent]:
-        """Of everything written so far, in order of their place."""
-        return sorted(self._extents, key=lambda extent: extent.offset)
+    def index(self, rng: Mapping[str, str]) -> dict[str, Any]:
+        """Of everything written so far."""
+        return index_as_json(self.nbytes, rng, self._extents, self._checks)
 
     async def receive(self, copy: TileCopy) -> None:
         """Writes one tile. TierError when that fails."""
         offset = self._offsets[copy.number]
-        self._extents += await self._engine.call(_extents_of, copy, offset)
+        extents = _extents_of(copy.group, copy.tile, offset)
+        self._checks += await self._engine.call(_checks_of, extents, copy.memory, offset)
+        self._extents += extents
         await self._engine.write(self._file, offset, copy.memory, copy.priority)
 
     async def write_buffers(self, priority: Priority) -> None:
         """Writes the module buffers, behind the tiles."""
         if self.nbytes == self._tiles_end:
-            self._extents += [_extent(name, "buffer", 0, values, self._tiles_end) for name, values in self._buffers]
+            self._extents += [_buffer_extent(name, values, self._tiles_end) for name, values in self._buffers]
             return
         allocator = HostAllocator()
         block = allocator.allocate(self.nbytes - self._tiles_end)
@@ -58,7 +60,8 @@ class RankWriter:
             start = 0
             for name, values in self._buffers:
                 block[start : start + values.nbytes].copy_(values.view(torch.uint8))
-                self._extents.append(_extent(name, "buffer", 0, values, self._tiles_end + start))
+                self._extents.append(extent := _buffer_extent(name, values, self._tiles_end + start))
+                self._checks += _checks_of([extent], block.numpy().data, self._tiles_end)
                 start += page_round(values.nbytes)
             await self._engine.write(self._file, self._tiles_end, block.numpy().data, priority)
         finally:
@@ -82,18 +85,25 @@ def _created(path: Path, nbytes: int) -> FlatFile:
     return FlatFile.create(path, nbytes)
 
 
-def _extents_of(copy: TileCopy, offset: int) -> list[Extent]:
+def _extents_of(group: GroupState, tile: Tile, offset: int) -> list[Extent]:
     """``offset``: of the tile in the file, in bytes."""
     found = []
-    for segment, dtype, start in segment_places(copy.group, copy.tile.span.numel):
-        values = torch.frombuffer(copy.memory, dtype=dtype, count=copy.tile.span.numel, offset=start)
-        for piece in tile_pieces(copy.group, copy.tile):
+    for segment, dtype, start in segment_places(group, tile.span.numel):
+        for piece in tile_pieces(group, tile):
             inside, first = piece.of_tile, piece.of_parameter.start
             for begin in range(inside.start, inside.stop, EXTENT_ELEMENTS):
-                part = values[begin : min(begin + EXTENT_ELEMENTS, inside.stop)]
-                place = offset + start + begin * dtype.itemsize
-                found.append(_extent(piece.slot.name, segment, first + begin - inside.start, part, place))
+                numel = min(EXTENT_ELEMENTS, inside.stop - begin)
+                at = first + begin - inside.start
+                place, nbytes = offset + start + begin * dtype.itemsize, numel * dtype.itemsize
+                found.append(Extent(piece.slot.name, segment, at, at + numel, place, nbytes))
     return found
+
+
+def _checks_of(extents: Sequence[Extent], memory: memoryview, offset: int) -> list[Check]:
+    """One for each extent, so that a reader of a part reads little else. ``memory`` is that of the file from byte
+    ``offset`` on.
+    """
+    return [Check.of(e.offset, memory[e.offset - offset : e.end - offset]) for e in extents if e.nbytes]
 
 
 def segment_places(group: GroupState, numel: int) -> list[tuple[str, torch.dtype, int]]:
@@ -105,7 +115,5 @@ def segment_places(group: GroupState, numel: int) -> list[tuple[str, torch.dtype
     return found
 
 
-def _extent(parameter: str, segment: str, start: int, values: torch.Tensor, offset: int) -> Extent:
-    raw = values.view(torch.uint8).numpy().data if values.numel() else b""
-    digest = xxhash.xxh3_64_hexdigest(raw)
-    return Extent(parameter, segment, start, start + values.numel(), offset, values.nbytes, digest)
+def _buffer_extent(name: str, values: torch.Tensor, offset: int) -> Extent:
+    return Extent(name, "buffer", 0, values.numel(), offset, values.nbytes)
