@@ -156,10 +156,10 @@ class _Save:
         runtime = self._runtime
         groups = _groups_to_write(runtime)
         path = self._staging / f"{rank_stem(runtime.world.rank)}.bin"
-        writer = self._writer = RankWriter(runtime.engine, path, groups, self._content.buffers)
+        writer = self._writer = RankWriter(runtime.engine, runtime.store, path, groups, self._content.buffers)
         priority = Priority.WRITE_BACK if self._background else Priority.DEMAND
         runtime.saving = self
-        copied = runtime.whole_state.begin_snapshot(groups, writer.receive, priority)
+        copied = runtime.whole_state.begin_snapshot(groups, writer, priority)
         self._written = runtime.engine.submit(self._write(copied, writer, priority))
         if self._background:
             atexit.register(self.end)

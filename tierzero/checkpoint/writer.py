@@ -11,9 +11,9 @@ import torch
 
 from tierzero.checkpoint.index import Check, Extent, index_as_json
 from tierzero.errors import CheckpointError
-from tierzero.runtime.snapshot import TileCopy, copied_bytes
+from tierzero.runtime.snapshot import TileCopy, copied_bytes, state_homes
 from tierzero.runtime.state import GroupState, Tile, tile_pieces
-from tierzero.tiers import FlatFile, HostAllocator, IoEngine, Priority, free_bytes, page_round
+from tierzero.tiers import Cloner, FlatFile, HostAllocator, IoEngine, Priority, TieredStore, free_bytes, page_round
 
 EXTENT_ELEMENTS = 1 << 22
 """Most elements of an extent: a reader takes whole ones, because its checksum is of the whole."""
@@ -22,24 +22,65 @@ EXTENT_ELEMENTS = 1 << 22
 class RankWriter:
     """Writes tiles of ``groups`` and module buffers to a new file at ``path``. Its coroutines run on the engine's loop.
 
+    Tiles whose bytes and checksums ``store`` has in its files are cloned from there, where the file system can. Nothing
+    of their state may be on its way to the files when this is made.
+
     The file has its whole size from the start; CheckpointError when there is no room for it.
     """
 
     def __init__(
-        self, engine: IoEngine, path: Path, groups: Sequence[GroupState], buffers: Sequence[tuple[str, torch.Tensor]]
+        self,
+        engine: IoEngine,
+        store: TieredStore,
+        path: Path,
+        groups: Sequence[GroupState],
+        buffers: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        self._engine = engine
-        self._buffers = buffers
-        sizes = [copied_bytes(tile) for group in groups for tile in group.tiles]
-        *self._offsets, self._tiles_end = accumulate(sizes, initial=0)
+        self._engine, self._store, self._buffers = engine, store, buffers
+        self._tiles = [(group, tile) for group in groups for tile in group.tiles]
+        *self._offsets, self._tiles_end = accumulate((copied_bytes(tile) for _, tile in self._tiles), initial=0)
         self.nbytes = self._tiles_end + sum(page_round(values.nbytes) for _, values in buffers)
         self._extents: list[Extent] = []
         self._checks: list[Check] = []
         self._file = _created(path, self.nbytes)
+        try:
+            self._cloner = self._cloner_of(store)
+            if self._cloner is None:
+                self._file.reserve()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _cloner_of(self, store: TieredStore) -> Cloner | None:
+        if store.file is None or not store.keeps_digests or not self._tiles_end:
+            return None
+        cloner = Cloner(store.file, self._file)
+        if not cloner.is_able:
+            return None
+        store.sync()  # a clone of what is on its way to the drive would be no less on its way
+        return cloner
 
     def index(self, rng: Mapping[str, str]) -> dict[str, Any]:
         """Of everything written so far."""
         return index_as_json(self.nbytes, rng, self._extents, self._checks)
+
+    async def take_filed(self, number: int, tile: Tile) -> bool:
+        """Clones one tile, if it can."""
+        homes = state_homes(tile)
+        digests = self._store.filed_digests([home.stored for home in homes])
+        if self._cloner is None or digests is None:
+            return False
+        offset, checks = self._offsets[number], []
+        for home, digest in zip(homes, digests, strict=True):
+            extent = home.stored.extent
+            assert extent is not None
+            if not await self._engine.call(self._cloner.clone, extent.offset, extent.nbytes, offset):
+                return False
+            checks.append(Check(offset, home.nbytes, f"{digest:016x}"))
+            offset += extent.nbytes
+        self._checks += [check for check in checks if check.nbytes]
+        self._extents += _extents_of(*self._tiles[number], self._offsets[number])
+        return True
 
     async def receive(self, copy: TileCopy) -> None:
         """Writes one tile. TierError when that fails."""
@@ -77,7 +118,7 @@ class RankWriter:
 
 def _created(path: Path, nbytes: int) -> FlatFile:
     free = free_bytes(path.parent)
-    if nbytes > free:
+    if nbytes > free:  # clones too: the tier files take that room as they are written over
         raise CheckpointError(
             f"checkpoint {path.parent}: {nbytes:,} bytes are to be written there, {free:,} are free; free "
             f"{nbytes - free:,} bytes or choose another folder"

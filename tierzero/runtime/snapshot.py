@@ -3,7 +3,8 @@
 Two parties copy: workers that go through the tiles, and whoever is about to change a tile, who hands over
 first what he has in memory. So an update waits for its own tile at most, and a tile that it has paged in anyway is not
 read a second time. Between the moment and a tile's first change nobody writes to it, neither in memory nor in its
-file, which is why workers may read without holding anything.
+file, which is why workers may read without holding anything. For the same reason a tile that lies in the tier files may
+be taken from there as it is (`Receiver.take_filed`), where that costs less than a copy.
 
 States of a tile (`_Copy`) and who may change it:
 
@@ -17,10 +18,11 @@ COPIED     everybody
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -56,7 +58,16 @@ class TileCopy:
     priority: Priority
 
 
-Receive = Callable[[TileCopy], Awaitable[None]]
+class Receiver(Protocol):
+    """Gets every tile once, in any order, several at once; on the engine's loop."""
+
+    async def take_filed(self, number: int, tile: Tile) -> bool:
+        """Takes the state of a tile from the tier files, where nobody changes it until this returns. False: it wants
+        a copy.
+        """
+
+    async def receive(self, copy: TileCopy) -> None:
+        """Takes a copy of a tile's state."""
 
 
 @dataclass
@@ -70,11 +81,11 @@ class _Entry:
 
 def copied_bytes(tile: Tile) -> int:
     """Length of a `TileCopy`."""
-    return sum(page_round(home.nbytes) for home in _homes(tile))
+    return sum(page_round(home.nbytes) for home in state_homes(tile))
 
 
 class Snapshot:
-    """Hands every tile of ``groups`` to ``receive``, which gets them in any order, several at once.
+    """Hands every tile of ``groups``, numbered in their order, to ``receiver``.
 
     Everything but the constructor, `begin` and `wait` runs on the engine's loop.
     """
@@ -85,9 +96,9 @@ class Snapshot:
         store: TieredStore,
         device: Device,
         groups: Sequence[GroupState],
-        receive: Receive,
+        receiver: Receiver,
     ) -> None:
-        self._engine, self._store, self._device, self._receive = engine, store, device, receive
+        self._engine, self._store, self._device, self._receiver = engine, store, device, receiver
         pairs = [(group, tile) for group in groups for tile in group.tiles]
         self._entries = {id(tile): _Entry(number, group, tile) for number, (group, tile) in enumerate(pairs)}
         largest = max((copied_bytes(tile) for _, tile in pairs), default=0)
@@ -160,23 +171,25 @@ class Snapshot:
             entry.done.set_result(None)
 
     async def _hand_over(self, entry: _Entry, opened: OpenTile | None, priority: Priority) -> None:
+        if await self._receiver.take_filed(entry.number, entry.tile):
+            return
         nbytes = copied_bytes(entry.tile)
         staged = None if opened is None else _as_filed(opened, entry.tile)
         if staged is not None:
-            await self._receive(TileCopy(entry.number, entry.group, entry.tile, staged, priority))
+            await self._receiver.receive(TileCopy(entry.number, entry.group, entry.tile, staged, priority))
             return
         buffer = await self._memory.acquire(nbytes)
         try:
             await self._fill(buffer, entry.tile, opened, priority)
             memory = buffer.memory(0, nbytes)
-            await self._receive(TileCopy(entry.number, entry.group, entry.tile, memory, priority))
+            await self._receiver.receive(TileCopy(entry.number, entry.group, entry.tile, memory, priority))
         finally:
             self._memory.release(buffer)
 
     async def _fill(self, buffer: Buffer, tile: Tile, opened: OpenTile | None, priority: Priority) -> None:
         start = 0
         filed: list[tuple[int, Home]] = []
-        for home in _homes(tile):
+        for home in state_homes(tile):
             if home.tier is Tier.NVME:
                 filed.append((start, home))
             else:
@@ -199,13 +212,14 @@ class Snapshot:
             await self._engine.call(target.copy_, source)
 
 
-def _homes(tile: Tile) -> list[Home]:
+def state_homes(tile: Tile) -> list[Home]:
+    """Of its weights and its optimizer state, if it has any."""
     return [home for home in (tile.weight, tile.optimizer) if home is not None]
 
 
 def _as_filed(opened: OpenTile, tile: Tile) -> memoryview | None:
     """The open tile's staging memory, if all of the state lies there, which is then laid out as in a file."""
-    if opened.staging is None or opened.mirrors or any(home.tier is not Tier.NVME for home in _homes(tile)):
+    if opened.staging is None or opened.mirrors or any(home.tier is not Tier.NVME for home in state_homes(tile)):
         return None
     memory = opened.staging.memory(0, copied_bytes(tile))
     _zero_tails(memory, tile)
@@ -215,7 +229,7 @@ def _as_filed(opened: OpenTile, tile: Tile) -> memoryview | None:
 def _zero_tails(memory: memoryview, tile: Tile) -> None:
     """What lies between the end of a home and its last page's: whatever the memory held before."""
     start = 0
-    for home in _homes(tile):
+    for home in state_homes(tile):
         end = start + page_round(home.nbytes)
         memory[start + home.nbytes : end] = bytes(end - start - home.nbytes)
         start = end

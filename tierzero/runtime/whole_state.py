@@ -13,7 +13,7 @@ from pathlib import Path
 from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.device import Device
 from tierzero.runtime.sealing import Sealer
-from tierzero.runtime.snapshot import Receive, Snapshot
+from tierzero.runtime.snapshot import Receiver, Snapshot
 from tierzero.runtime.state import GroupState
 from tierzero.runtime.update import Updater
 from tierzero.tiers import IoEngine, Priority, TieredStore
@@ -40,12 +40,12 @@ class WholeState:
         """What a load has begun with and not ended."""
         self.sealer = sealer
 
-    def begin_snapshot(self, groups: Sequence[GroupState], receive: Receive, priority: Priority) -> Future[None]:
-        """Copies the tiles of ``groups`` as they are now to ``receive``, beside whatever the training does next. The
+    def begin_snapshot(self, groups: Sequence[GroupState], receiver: Receiver, priority: Priority) -> Future[None]:
+        """Copies the tiles of ``groups`` as they are now to ``receiver``, beside whatever the training does next. The
         tiers must be up to date. Every rank must call it.
         """
         self.before_edit()
-        snapshot = Snapshot(self._engine, self._store, self._device, groups, receive)
+        snapshot = Snapshot(self._engine, self._store, self._device, groups, receiver)
         self._snapshot, self._updater.before_change = snapshot, snapshot.secure
         return snapshot.begin(priority)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tierzero.tiers.cloning import Cloner
 from tierzero.tiers.directory import TierDirectory, free_bytes
 from tierzero.tiers.engine import IoEngine, Priority, Request
 from tierzero.tiers.file import Direct, Piece
@@ -16,6 +17,7 @@ __all__ = [
     "PAGE",
     "Allocator",
     "Buffer",
+    "Cloner",
     "Direct",
     "Extent",
     "FlatFile",

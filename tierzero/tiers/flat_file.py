@@ -34,11 +34,10 @@ class FlatFile:
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> FlatFile:
-        """A new file whose ``nbytes`` (whole pages) are reserved at once, so that a full disk is met here. OSError."""
+        """A new file of ``nbytes`` (whole pages), with `reserve` to come. OSError."""
         fd, direct = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            if nbytes:
-                _reserve(fd, nbytes)
+            os.ftruncate(fd, nbytes)
         except BaseException:
             os.close(fd)
             path.unlink()
@@ -78,6 +77,15 @@ class FlatFile:
     def free_bytes(self, path_index: int) -> int:
         return free_bytes(self.path.parent)
 
+    def reserve(self) -> None:
+        """Takes the room for all of a new file, so that a full disk is met here. OSError."""
+        try:
+            if self.nbytes:
+                os.posix_fallocate(self._fd, 0, self.nbytes)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:  # a file system without preallocation
+                raise
+
     def sync(self) -> None:
         """What was written is on the drive when this returns. OSError."""
         os.fsync(self._fd)
@@ -100,12 +108,3 @@ def _opened(path: Path, flags: int) -> tuple[int, bool]:
         if flags & os.O_EXCL:
             path.unlink(missing_ok=True)
         return os.open(path, flags | os.O_CLOEXEC, 0o666), False
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-        os.ftruncate(fd, nbytes)  # a file system without preallocation

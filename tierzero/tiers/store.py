@@ -146,6 +146,18 @@ class TieredStore:
                 raise RuntimeError(f"{stored.name!r} is {stored.residency.name}: its file is not to be read now")
         await self._read(file, objects, starts, dest, Request(priority))
 
+    def filed_digests(self, objects: Sequence[StoredObject]) -> list[int] | None:
+        """Checksums of objects whose newest bytes can be taken from their extents without a look at them; None where
+        one is not in the tier files, has no checksum, or was written by another process and not read yet.
+        """
+        found = []
+        for stored in objects:
+            stale = stored.residency in (Residency.DIRTY, Residency.PAGING_OUT)
+            if stored.home is not Tier.NVME or stale or stored._unread or stored._digest is None:
+                return None
+            found.append(stored._digest)
+        return found
+
     async def page_out(self, lease: Lease, priority: Priority, request: Request | None = None) -> None:
         """Writes a dirty lease's objects home; the lease is then over and its memory the caller's again.
 
@@ -168,6 +180,11 @@ class TieredStore:
         for stored in objects:
             stored._check_unleased("write")
         await self._write_home(objects, src, priority, request)
+
+    @property
+    def keeps_digests(self) -> bool:
+        """Whether there are checksums of nvme objects, or of some."""
+        return self._verify or self._lasting is not None
 
     # Lasting objects.
 
