@@ -18,40 +18,13 @@ from torch import nn
 import tierzero as tz
 from tierzero.api import running as runtime_of
 from tierzero.checked_json import CHECKSUM, read_json, write_json
-from tierzero.tiers import PAGE, cloning
+from tierzero.tiers import PAGE
 
+from ..support.cloning import REAL, Clone, cloned_by, copied
 from ..support.oracle import assert_bits, config
 from ..support.rank_pool import RankPool
 from ..support.resuming import Run, running
 from ..support.sealing import durable_settings, records, sealed_steps
-
-Clone = Callable[[int, int, int, int, int], None]
-REAL: Clone = cloning.clone_range
-
-
-def copied(source: int, offset: int, nbytes: int, target: int, at: int) -> None:
-    """What the file system does, on one that cannot. Refuses what is no whole blocks of whole files, as that does."""
-    assert offset % PAGE == nbytes % PAGE == at % PAGE == 0
-    with open(f"/proc/self/fd/{source}", "rb") as original, open(f"/proc/self/fd/{target}", "r+b") as copy:
-        assert offset + nbytes <= os.fstat(source).st_size
-        raw = os.pread(original.fileno(), nbytes, offset)
-        assert os.pwrite(copy.fileno(), raw, at) == nbytes
-
-
-@contextmanager
-def cloned_by(clone: Clone) -> Iterator[list[int]]:
-    """Bytes that were cloned, one number for each call."""
-    done: list[int] = []
-
-    def counted(source: int, offset: int, nbytes: int, target: int, at: int) -> None:
-        clone(source, offset, nbytes, target, at)
-        done.append(nbytes)
-
-    cloning.clone_range = counted
-    try:
-        yield done
-    finally:
-        cloning.clone_range = REAL
 
 
 @contextmanager
