@@ -24,6 +24,7 @@ from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
 from tierzero.planner.memory_plan import plan_memory
 from tierzero.planner.shape import Budgets, MemoryPlan, TileHomes
+from tierzero.runtime.contents import parameters_in, state_in
 from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.draft import DTYPES, Draft, draft
 from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit, take_values
@@ -289,7 +290,7 @@ def _declare_tiles(
         nbytes = numel * sizes[kind]
         if kind in whole:
             return Home(whole[kind], (starts[kind] + start) * sizes[kind], nbytes)
-        about = functools.partial(_parameters_in, group, start, start + numel)
+        about = functools.partial(parameters_in if kind == "gradient" else state_in, group, start, start + numel)
         stored = store.add(f"{name}/{kind}/{index}", nbytes, tier, lasting=kind != "gradient", about=about)
         return Home(stored, 0, nbytes)
 
@@ -301,16 +302,6 @@ def _declare_tiles(
         gradient = home_of("gradient", span.start, span.numel, span.index, home.gradient)
         tiles.append(Tile(span, weight, optimizer, gradient))
     return tuple(tiles)
-
-
-def _parameters_in(group: GroupState, start: int, stop: int) -> str:
-    """Names of the parameters that elements ``[start, stop)`` of this rank's shard are of, for messages."""
-    names = [
-        fragment.slot.name
-        for fragment in group.layout.fragments(group.part)
-        if fragment.shard_offset < stop and start < fragment.shard_offset + fragment.numel
-    ]
-    return ", ".join([*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names)
 
 
 def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:

@@ -201,6 +201,8 @@ class GroupState:
         self.gathered_version = -1
         """``version`` of the weights that were last gathered into weights kept whole."""
         self.pending: UpdateSpec | None = None
+        self.applying: UpdateSpec | None = None
+        """An update that is on its way to the tiles: some have it, some not yet."""
         self.updating: Future[object] | None = None
         """An update that runs beside the backward; the weights are new when it ends."""
         self.version = 0

@@ -95,7 +95,9 @@ class Updater:
         self, group: GroupState, spec: UpdateSpec | None, destination: Destination | None, priority: Priority
     ) -> list[Event]:
         work = [self._bring_tile(group, tile, spec, destination, priority) for tile in group.tiles]
+        group.applying = spec
         results = await asyncio.gather(*work, return_exceptions=True)
+        group.applying = None
         events: list[Event] = []
         for result in results:
             if isinstance(result, BaseException):
