@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .failures import reported
 from .values import size
+
+if TYPE_CHECKING:
+    from ..checkpoint.sealed_inspection import SealedState
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -25,16 +28,35 @@ def add_to(app: typer.Typer) -> None:
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them.", show_default=False)],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH...",
+            help="A checkpoint, or a folder of them; or paths of tiers.nvme, for what is sealed there.",
+            show_default=False,
+        ),
+    ],
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and check every checksum.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every parameter and buffer.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Show what a checkpoint holds and whether it is whole. Exit code 1: --verify has found damage."""
+    """Show what a checkpoint holds and whether it is whole, or which step is sealed in durable tier files. Exit code 1:
+    --verify has found damage.
+    """
     with reported():
-        from ..training.inspected import inspected, listed, several
+        from ..errors import ConfigError
+        from ..training.inspected import inspected, listed, sealed_on, several
 
-        folders = several(path)
+        folders = several(paths[0])
+        states = sealed_on(paths) if not folders else []
+        if states and verify:
+            raise ConfigError(f"inspect: --verify is for checkpoints; a run that goes on from {paths[0]} checks it")
+        if states:
+            _print_sealed(states, as_json)
+            return
+        if len(paths) > 1:
+            raise ConfigError(f"inspect: {paths[1]} is one path too many, as nothing is sealed there; name one")
+        (path,) = paths
         with _progress("verifying", verify) as progress:
             found = [listed(folder, verify, progress) for folder in folders] or [inspected(path, verify, progress)]
         if as_json:
@@ -46,6 +68,15 @@ def inspect(
             print("\n".join(found[0].lines(tensors)))
         if verify and not all(each.is_whole for each in found):
             raise SystemExit(1)
+
+
+def _print_sealed(states: list[SealedState], as_json: bool) -> None:
+    from ..training.inspected import sealed_lines
+
+    if as_json:
+        print(json.dumps({"sealed": [state.as_json() for state in states]}))
+    else:
+        print("\n".join(line for state in states for line in sealed_lines(state)))
 
 
 def export(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tierzero.checked_json import check_json, read_json, write_json
-from tierzero.errors import CheckpointError
+from tierzero.errors import CheckpointError, ConfigError
 from tierzero.tiers.file import sync_path
 
 _NAME = re.compile(r"sealed-([0-9]{8,})\.json")
@@ -65,6 +65,15 @@ class SealRecord:
     """Slot and checksum of every lasting object, in order."""
     content: dict[str, Any]
     """What belongs to the state beside the objects; anything JSON can hold."""
+
+
+@dataclass(frozen=True)
+class PlacedRecord:
+    """A record, and which of how many drives it is of."""
+
+    record: SealRecord
+    drive: int
+    drives: int
 
 
 @dataclass
@@ -108,39 +117,45 @@ def read_records(folders: Sequence[Path]) -> Found:
     found = Found()
     for drive, folder in enumerate(folders):
         records: dict[Key, SealRecord] = {}
-        for number in _numbers(folder):
-            path = _path(folder, number)
+        for path in record_paths(folder):
             try:
-                value = read_json(path, "the record")
-                check_json(path, value, "the record")
+                placed = read_record(path)
             except CheckpointError as error:
                 found.damaged.append(str(error))
-                continue
-            if value["format"] != FORMAT or value["version"] > VERSION:
+            except ConfigError as error:
+                found.misplaced.append(str(error))
+            else:
+                if (placed.drive, placed.drives) == (drive, len(folders)):
+                    records[placed.record.key] = placed.record
+                    continue
                 found.misplaced.append(
-                    f"{path} has version {value['version']}; this TierZero reads {VERSION}: upgrade it"
-                )
-            elif (value["drive"], value["drives"]) != (drive, len(folders)):
-                found.misplaced.append(
-                    f"{path} is of drive {value['drive'] + 1} of {value['drives']}, tiers.nvme has it as {drive + 1} "
+                    f"{path} is of drive {placed.drive + 1} of {placed.drives}, tiers.nvme has it as {drive + 1} "
                     f"of {len(folders)}: give the same paths in the same order"
                 )
-            else:
-                record = _record(value)
-                records[record.key] = record
         found.drives.append(records)
     return found
 
 
-def _record(value: dict[str, Any]) -> SealRecord:
+def record_paths(folder: Path) -> list[Path]:
+    """The records in a folder, older ones first."""
+    return [_path(folder, number) for number in _numbers(folder)]
+
+
+def read_record(path: Path) -> PlacedRecord:
+    """Raises CheckpointError for a damaged one, ConfigError for one of a newer version."""
+    value = read_json(path, "the record")
+    check_json(path, value, "the record")
+    if value["format"] != FORMAT or value["version"] > VERSION:
+        raise ConfigError(f"{path} has version {value['version']}; this TierZero reads {VERSION}: upgrade it")
     pairs = zip(value["slots"], value["digests"], strict=True)
-    return SealRecord(
+    record = SealRecord(
         Key(value["number"], value["life"], Kind(value["kind"])),
         value["ranks"],
         value["layout"],
         [(int(slot), int(digest, 16)) for slot, digest in pairs],
         value["content"],
     )
+    return PlacedRecord(record, value["drive"], value["drives"])
 
 
 def newest_everywhere(drives: Sequence[set[Key]]) -> Key | None:

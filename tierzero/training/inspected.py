@@ -1,4 +1,4 @@
-"""What ``tierzero inspect`` shows: one checkpoint, or those in a folder."""
+"""What ``tierzero inspect`` shows: one checkpoint, those in a folder, or what is sealed in tier files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint.inspection import CheckpointSummary, Damage, inspect_checkpoint, verify_checkpoint
 from ..checkpoint.manifest import MANIFEST, standing_folder
 from ..checkpoint.output import ByteProgress
+from ..checkpoint.sealed_inspection import SealedState, sealed_states
 from ..errors import CheckpointError
 from . import checkpoints
 from .text import amount, count
@@ -114,3 +115,23 @@ def _table(summary: CheckpointSummary) -> Iterator[str]:
         kind = "buffer" if tensor.step is None else f"step {tensor.step}" if tensor.trainable else "frozen"
         tied = f"  also {', '.join(tensor.tied)}" if tensor.tied else ""
         yield f"{tensor.name:<{width}}  {tensor.shape}  {tensor.dtype}  {kind}{tied}"
+
+
+def sealed_on(paths: list[Path]) -> list[SealedState]:
+    """What is sealed in the lasting tier files on these drives, unless the first is a checkpoint."""
+    return [] if (standing_folder(paths[0]) / MANIFEST).exists() else sealed_states(paths)
+
+
+def sealed_lines(state: SealedState) -> Iterator[str]:
+    """For a person."""
+    ranks = ", ".join(map(str, state.ranks))
+    yield from (f"tier files  {folder}{ranks}" for folder in state.folders)
+    if state.layout is not None and state.slots is not None:
+        seen = f"{len(state.ranks)} of {state.world_size} ranks, {len(state.folders)} of {state.drives_in_all} drives"
+        yield f"sealed      step {state.step}, seal {state.number}: its record is on all that was looked at, {seen}"
+        tile, block, shares = (state.layout[key] for key in ("tile", "block_size", "shares"))
+        yield f"layout      tile {tile:,}, blocks of {amount(block)}, shares {', '.join(map(str, shares))}"
+        yield f"slots       {state.slots[0]} objects in the first, {state.slots[1]} in the second"
+    elif not state.problems:
+        yield "sealed      nothing to go on from"
+    yield from (f"damage      {problem}" for problem in state.problems)
