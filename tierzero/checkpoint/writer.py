@@ -52,7 +52,7 @@ class RankWriter:
             raise
 
     def _cloner_of(self, store: TieredStore) -> Cloner | None:
-        if store.file is None or not store.keeps_digests or not self._tiles_end:
+        if store.file is None or not store.may_be_cloned or not self._tiles_end:
             return None
         cloner = Cloner(store.file, self._file)
         if not cloner.is_able:

@@ -182,9 +182,9 @@ class TieredStore:
         await self._write_home(objects, src, priority, request)
 
     @property
-    def keeps_digests(self) -> bool:
-        """Whether there are checksums of nvme objects, or of some."""
-        return self._verify or self._lasting is not None
+    def may_be_cloned(self) -> bool:
+        """Whether there are checksums of what lies in the files, and nobody asked for them to be checked each time."""
+        return self._lasting is not None and not self._verify
 
     # Lasting objects.
 
