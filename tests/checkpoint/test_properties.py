@@ -189,7 +189,7 @@ SPLIT = {"host": 0.5, "nvme": 0.5}
 QUIETLY = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=10, **QUIETLY)
+@settings(max_examples=8, **QUIETLY)
 @given(shape=MODELS, saving=settings_of(2), loading=settings_of(2), precision=PRECISIONS)
 @example(
     shape=ODD,

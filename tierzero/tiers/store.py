@@ -11,7 +11,8 @@ from typing import Any
 
 import xxhash
 
-from tierzero.errors import BudgetError, ConfigError, TierError
+from tierzero.errors import BudgetError, ConfigError
+from tierzero.tiers.digests import check_digests, digests_of
 from tierzero.tiers.directory import TierDirectory
 from tierzero.tiers.drive_rate import measured_shares
 from tierzero.tiers.engine import IoEngine
@@ -333,7 +334,7 @@ class TieredStore:
             ]
         )
         if self._verify or any(stored._unread for stored in objects):
-            await self._check_digests(file, objects, starts, dest)
+            check_digests(file, objects, await self.engine.call(digests_of, objects, starts, dest))
             for stored in objects:
                 stored._unread = False
 
@@ -345,7 +346,9 @@ class TieredStore:
         request = request or Request(priority)
         try:
             wanted = self._verify or any(stored.lasting for stored in objects)
-            digests = await self._digests(objects, starts, memory) if wanted else [None] * len(objects)
+            digests: Sequence[int | None] = [None] * len(objects)
+            if wanted:
+                digests = await self.engine.call(digests_of, objects, starts, memory)
             await _all(
                 [
                     self.engine.write(file, extent.offset, memory[start : start + extent.nbytes], priority, request)
@@ -360,29 +363,6 @@ class TieredStore:
             stored._digest, stored._unread = value, False
             stored._arrived()
             stored._settle(Residency.AT_HOME, None)
-
-    async def _digests(
-        self, objects: Sequence[StoredObject], starts: Sequence[int], memory: memoryview
-    ) -> list[int | None]:
-        slices = [memory[start : start + stored.nbytes] for stored, start in zip(objects, starts, strict=True)]
-        return await self.engine.call(lambda: [int(xxhash.xxh3_64_intdigest(part)) for part in slices])
-
-    async def _check_digests(
-        self, file: StripedFile, objects: Sequence[StoredObject], starts: Sequence[int], memory: memoryview
-    ) -> None:
-        found = await self._digests(objects, starts, memory)
-        for stored, value in zip(objects, found, strict=True):
-            if stored._digest is None or stored._digest == value:
-                continue
-            assert stored.extent is not None
-            first = file.pieces(stored.extent.offset, stored.extent.nbytes)[0]
-            what = f"{stored.name!r} ({stored.about()})" if stored.about else repr(stored.name)
-            raise TierError(
-                f"{what} was read back damaged: bytes {stored.extent.offset:,} to "
-                f"{stored.extent.offset + stored.extent.nbytes:,} of the tier, from offset {first.file_offset:,} of "
-                f"{file.paths[first.path_index]}, differ from what was written; "
-                "go on from a checkpoint and check the drive"
-            )
 
 
 def _free(stored: StoredObject, pool: MemoryPool) -> None:
