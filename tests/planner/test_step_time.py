@@ -67,6 +67,14 @@ class TestSharedResources:
         simulation.run_until(lambda: len(order) == 3)
         assert order == ["running", "urgent", "waiting"]
 
+    def test_several_jobs_of_a_queue_share_its_rate(self) -> None:
+        simulation = Simulation({"drive": Shared.halves(60, 60, 60)}, {"drive": 2})
+        queue, ended = simulation.resources["drive"].first, dict[str, float]()
+        for name, work in (("small", 30.0), ("large", 60.0), ("third", 60.0)):
+            simulation.submit(queue, work, lambda name=name: ended.setdefault(name, simulation.now))  # type: ignore[misc]
+        simulation.run_until(lambda: len(ended) == 3)
+        assert ended == {"small": pytest.approx(1.0), "large": pytest.approx(2.0), "third": pytest.approx(2.5)}
+
     def test_a_wait_for_nothing_is_an_error(self) -> None:
         with pytest.raises(RuntimeError, match="nothing will bring"):
             Simulation({"drive": Shared.halves(1, 1, 1)}).run_until(lambda: False)

@@ -48,6 +48,10 @@ class Workload:
     recomputed: Sequence[int] = ()
     segment: int = 0
     kept: frozenset[int] = frozenset()
+    requests: int = 8
+    """In flight on the drives."""
+    block: int = 8 << 20
+    """Bytes of a request at most."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def step_case(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> Step
         units=units,
         forward=forward,
         backward=backward,
-        speeds=_speeds(load, machine),
+        speeds=_speeds(load, plan, machine),
         overlap=load.overlap,
         prefetch=plan.prefetch,
         arena=plan.arena,
@@ -97,7 +101,7 @@ def step_case(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> Step
     )
 
 
-def _speeds(load: Workload, machine: MachineProfile) -> Speeds:
+def _speeds(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> Speeds:
     share = 1 / load.ranks.local
     drive = machine.all_drives()
     rates = machine.compute[load.dtype]
@@ -115,6 +119,7 @@ def _speeds(load: Workload, machine: MachineProfile) -> Speeds:
         adam=machine.adam_rate(threads) if load.ranks.local == 1 else machine.adam_rate(machine.host.cores) * share,
         gradient_copy=rates.pointwise_bytes * (share if alone else 1),
         host_copy=machine.host.copy_bytes * share,
+        tiles_at_once=max(1, load.requests // max(1, -(-plan.staging_tile // load.block))),
         tile_s=TILE_S,
         unit_s=UNIT_S,
     )

@@ -41,7 +41,7 @@ class SimulatedStep:
         resources = {"processor": speeds.processor, "drive": speeds.drive, "network": Shared(1.0, 1.0, 0.5, 0.5)}
         if speeds.link is not None:
             resources["link"] = speeds.link
-        self._sim = Simulation(resources)
+        self._sim = Simulation(resources, {"drive": speeds.tiles_at_once})
         self._processor, self._network = self._sim.resources["processor"], self._sim.resources["network"]
         self._link = self._sim.resources.get("link")
         self._tiles = SimulatedTiles(case, self._sim)

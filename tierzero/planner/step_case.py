@@ -23,6 +23,8 @@ class Speeds:
     gradient_copy: float
     """Bytes read and written per second where a gradient is taken over from autograd."""
     host_copy: float
+    tiles_at_once: int
+    """Reads, and writes, of whole tiles that the drive has in flight."""
     tile_s: float
     """Seconds that a tile takes of the drive on top of its bytes."""
     unit_s: float

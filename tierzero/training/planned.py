@@ -184,6 +184,8 @@ class Planner:
             recomputed,
             segment,
             self._draft.kept,
+            self.config.io.queue_depth * max(1, len(self.config.tiers.nvme)),
+            self.config.io.block_size,
         )
 
 
