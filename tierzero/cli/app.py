@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import checkpoints, import_config, plan
+from . import bench, checkpoints, import_config, plan
 from .failures import reported, usage_errors
 from .values import size
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench.add_to(app)
 checkpoints.add_to(app)
 import_config.add_to(app)
 plan.add_to(app)

@@ -17,6 +17,19 @@ def size(text: str) -> int:
     return found
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Several, with commas between them. Raises BadParameter."""
+    return tuple(sorted({size(part) for part in text.split(",")}))
+
+
+def wholes(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, with commas between them. Raises BadParameter."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list of whole numbers; write such as 1,8,16")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def write_new(path: Path, text: str) -> None:
     """Writes a configuration to a file that does not exist yet. Raises ConfigError."""
     from ..errors import ConfigError

@@ -18,6 +18,7 @@ from tierzero.optim.kernel import update, warm_up
 from tierzero.tiers import HostAllocator, page_round
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True, step=3)
+_FORMAT = state_format(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class AdamRate:
 
 
 @dataclass
-class _Tiles:
+class Tiles:
     """bf16 training state in tiles of ``tile`` elements."""
 
     tiles: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
@@ -44,17 +45,34 @@ class _Tiles:
         return [part[: tile * dtype.itemsize].view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
     @classmethod
-    def drawn(cls, numel: int, tile: int) -> _Tiles:
+    def drawn(cls, numel: int, tile: int) -> Tiles:
         generator = torch.Generator().manual_seed(0)
-        found, fmt = cls(), state_format(torch.bfloat16)
+        found = cls()
         for _ in range(numel // tile):
             weight, lo, m, v, grad = found._take(tile)
-            store_master(fmt, torch.randn(tile, generator=generator), weight, {"lo": lo})
+            store_master(_FORMAT, torch.randn(tile, generator=generator), weight, {"lo": lo})
             m.copy_(1e-2 * torch.randn(tile, generator=generator))
             v.copy_(1e-4 * torch.rand(tile, generator=generator))
             grad.copy_(1e-2 * torch.randn(tile, generator=generator))
             found.tiles.append((weight, lo, m, v, grad))
         return found
+
+    def update(self, index: int) -> None:
+        """One step of the tile ``index`` by the kernel, on the calling thread."""
+        weight, lo, m, v, grad = self.tiles[index]
+        update(_FORMAT, weight, {"lo": lo, "m": m, "v": v}, grad, HYPER, 0.5)
+
+
+def in_shares(
+    executor: ThreadPoolExecutor, threads: int, count: int, call: Callable[[int], object]
+) -> Callable[[], object]:
+    """All ``count`` tiles, each thread an equal share of them as OpenMP's static schedule would give it."""
+
+    def share(thread: int) -> None:
+        for index in range(thread, count, threads):
+            call(index)
+
+    return lambda: list(executor.map(share, range(threads)))
 
 
 def measure(
@@ -65,31 +83,15 @@ def measure(
 
     Also returns whether the library's results are ours to the bit (None without it).
     """
-    ours, same = _Tiles.drawn(numel, tile), None
-    fmt = state_format(torch.bfloat16)
-    warm_up(fmt, torch.bfloat16)
-
-    def kernel(index: int) -> None:
-        weight, lo, m, v, grad = ours.tiles[index]
-        update(fmt, weight, {"lo": lo, "m": m, "v": v}, grad, HYPER, 0.5)
-
+    ours, same = Tiles.drawn(numel, tile), None
+    warm_up(_FORMAT, torch.bfloat16)
     count = numel // tile
     with ThreadPoolExecutor(threads) as executor:
-
-        def tile_by_tile(call: Callable[[int], object]) -> Callable[[], object]:
-            """All tiles, each thread an equal share of them as OpenMP's static schedule would give it."""
-
-            def share(thread: int) -> None:
-                for index in range(thread, count, threads):
-                    call(index)
-
-            return lambda: list(executor.map(share, range(threads)))
-
-        ways = {"tierzero": tile_by_tile(kernel)}
+        ways = {"tierzero": in_shares(executor, threads, count, ours.update)}
         if compiled is not None:
-            theirs = _Tiles.drawn(numel, tile)
+            theirs = Tiles.drawn(numel, tile)
             call = _from_library(compiled, theirs)
-            ways["vectorised C++"] = tile_by_tile(call)
+            ways["vectorised C++"] = in_shares(executor, threads, count, call)
             for way in ways.values():
                 way()
             same = all(
@@ -105,7 +107,7 @@ def measure(
         return _rates(ways, count * tile, rounds), same
 
 
-def _from_library(path: Path, state: _Tiles) -> Callable[[int], None]:
+def _from_library(path: Path, state: Tiles) -> Callable[[int], None]:
     function = ctypes.CDLL(str(path)).adam
     scalars = [ctypes.c_float(value) for value in HYPER.scalars()]
 
