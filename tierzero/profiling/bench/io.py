@@ -127,7 +127,8 @@ def measure(plan: IoPlan, progress: Progress, host_copy: float | None = None) ->
     """Each path, then all striped, within about ``plan.seconds``. ``host_copy``: to tell memory from drives."""
     plan.check()
     groups = [(path,) for path in plan.paths] + ([plan.paths] if len(plan.paths) > 1 else [])
-    targets, notes = [], []
+    targets: list[IoTarget] = []
+    notes: list[str] = []
     for number, paths in enumerate(groups):
 
         def shown(what: str, done: float, number: int = number) -> None:
@@ -151,7 +152,7 @@ def nearest(points: Iterable[tuple[Op, Point]], op: Op, block: int, depth: int) 
 
 @dataclass
 class _Measured:
-    """One target's samples. The grid is gone through in rounds, forwards and backwards, all directions at each point."""
+    """One target's samples. The grid is gone through in rounds, to and fro, all directions at each point."""
 
     plan: IoPlan
     paths: tuple[Path, ...]
@@ -210,7 +211,7 @@ def _found(measured: _Measured, target: IoTarget, host_copy: float | None) -> It
     for row in (read, write):
         if len(target.devices) == 1:
             yield suspicion.of_ceiling(title, target.devices[0], row.op, row.rate.median)
-        yield suspicion.of_memory(title, row.op, row.rate.median, host_copy)
+            yield suspicion.of_memory(title, target.devices[0], row.op, row.rate.median, host_copy)
 
 
 def _buffered_beside_direct(target: IoTarget) -> Iterator[tuple[float, float]]:

@@ -79,7 +79,7 @@ def _giga(rate: float) -> str:
 def _io(report: IoReport | None) -> Iterator[str]:
     for target in report.targets if report is not None else ():
         yield ""
-        yield f"io  {target.title}: {', '.join(device.title for device in target.devices)}; GB/s, milliseconds a request"
+        yield f"io  {target.title}: {', '.join(device.title for device in target.devices)}; latencies in milliseconds"
         titles = ["block", "depth", "path", *[f"{op} {what}" for op in ("read", "write", "mixed") for what in _COLUMNS]]
         by_point: dict[Any, dict[str, IoRow]] = {}
         for row in target.rows:

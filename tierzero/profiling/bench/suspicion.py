@@ -51,13 +51,13 @@ def of_ceiling(path: str, device: BlockDevice, op: str, rate: float) -> str | No
     )
 
 
-def of_memory(path: str, op: str, rate: float, host_copy: float | None) -> str | None:
+def of_memory(path: str, device: BlockDevice, op: str, rate: float, host_copy: float | None) -> str | None:
     """``host_copy``: what the host copies in its own memory, where known."""
-    if host_copy is None or rate <= 0.7 * host_copy:
+    if not device.is_virtual or host_copy is None or rate <= host_copy:
         return None
     return (
-        f"{path}: {op} at {_gb(rate)} is near what this host copies in memory ({_gb(host_copy)}): that is memory, not a "
-        "drive"
+        f"{path}: {op} at {_gb(rate)} is more than this host copies in its memory ({_gb(host_copy)}): the hypervisor's "
+        "memory answers, not a drive"
     )
 
 
@@ -66,8 +66,8 @@ def of_slowing(path: str, first: float, last: float) -> str | None:
     if last >= _SLOWED * first:
         return None
     return (
-        f"{path}: writes began at {_gb(first)} and ended at {_gb(last)}: the drive's write cache is used up; a long run "
-        "sees the lower rate, so measure with more --seconds and a larger --size"
+        f"{path}: writes began at {_gb(first)} and ended at {_gb(last)}: the drive's write cache is used up, or "
+        "something else uses the drive; a long run sees the lower rate: measure with more --seconds and a larger --size"
     )
 
 
