@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 from tierzero.errors import BudgetError, ConfigError
-from tierzero.profiling.bench import suspicion
+from tierzero.profiling.bench import fio, suspicion
 from tierzero.profiling.bench.names import BlockDevice, block_device
 from tierzero.profiling.bench.requests import OPS, Op, Point, Slice, TestFile
 from tierzero.profiling.bench.timing import Progress, Spread
@@ -35,9 +35,12 @@ class IoPlan:
     nbytes: int = SIZE
     seconds: float = 60.0
     used: tuple[int, int] = (8 << 20, 8)
+    beside_fio: bool = False
 
     def check(self) -> None:
         """Raises ConfigError before anything is allocated."""
+        if self.beside_fio:
+            fio.check_installed()
         for path in self.paths:
             if not path.is_dir():
                 problem = "is not a directory" if path.exists() else "does not exist"
@@ -90,6 +93,7 @@ class IoTarget:
     rows: tuple[IoRow, ...]
     reread: float
     nbytes: int
+    beside_fio: tuple[fio.FioRow, ...] = ()
 
     @property
     def title(self) -> str:
@@ -107,6 +111,7 @@ class IoTarget:
             "bytes": self.nbytes,
             "reread_bytes_per_s": self.reread,
             "rows": [row.as_json() for row in self.rows],
+            "beside_fio": [row.as_json() for row in self.beside_fio],
         }
 
 
@@ -175,7 +180,8 @@ class _Measured:
             self._reread(file)
             rows = tuple(_row(op, point, slices) for (op, point), slices in self.slices.items())
             devices = tuple(map(block_device, self.paths))
-            return IoTarget(self.paths, devices, rows, self.reread[0], file.filled)
+            beside = self._fio(file, [point for point in points if point.direct], progress)
+            return IoTarget(self.paths, devices, rows, self.reread[0], file.filled, beside)
 
     def _rounds(self, file: TestFile, points: Sequence[Point], progress: Progress) -> None:
         each = 0.7 * self.seconds / (ROUNDS * len(points) * len(OPS))
@@ -189,6 +195,12 @@ class _Measured:
         point = nearest(self.slices, "read", *self.plan.used)[1]
         small = min(_REREAD, file.filled // 8)
         self.reread = (file.reread(point, small, 0.05 * self.seconds).rate, small)
+
+    def _fio(self, file: TestFile, points: Sequence[Point], progress: Progress) -> tuple[fio.FioRow, ...]:
+        """Takes as long again."""
+        if not (self.plan.beside_fio and points and len(self.paths) == 1):
+            return ()
+        return tuple(fio.compare(file, points, self.seconds, progress))
 
     def notes(self, target: IoTarget, host_copy: float | None) -> Iterator[str]:
         """What makes a figure unbelievable, in sentences."""

@@ -9,13 +9,16 @@ import torch
 
 from tierzero.planner.machine import (
     Accelerator,
+    CollectiveRate,
     ComputeRates,
     Drive,
     Dtype,
     Host,
     MachineProfile,
     MatmulRate,
+    Network,
 )
+from tierzero.profiling.bench.collective import CollectiveReport
 from tierzero.profiling.bench.compute import ComputeReport
 from tierzero.profiling.bench.io import IoReport, IoTarget
 from tierzero.profiling.bench.link import DeviceCopies
@@ -40,6 +43,7 @@ def machine_profile(results: Results) -> MachineProfile:
         adam={threads: spread.median for threads, spread in adam.by_threads.items()},
         drives=drives,
         striped=striped,
+        network=_network(results.collective),
     )
 
 
@@ -84,3 +88,19 @@ def _drive(target: IoTarget, used: tuple[int, int]) -> Drive:
     name = " + ".join(f"{device.title} at {path}" for path, device in zip(target.paths, target.devices, strict=True))
     read, write, mixed = (target.at(op, *used).rate.median for op in ("read", "write", "mixed"))
     return Drive(name=name, read=read, write=write, mixed=mixed)
+
+
+def _network(report: CollectiveReport | None) -> Network | None:
+    if report is None:
+        return None
+
+    def rates(op: str) -> tuple[CollectiveRate, ...]:
+        return tuple(CollectiveRate(nbytes=n, rate=spread.median) for n, spread in report.by_size(op).items())
+
+    return Network(
+        backend=report.backend,
+        ranks=report.ranks,
+        all_gather=rates("all_gather"),
+        reduce_scatter=rates("reduce_scatter"),
+        all_reduce=rates("all_reduce"),
+    )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tierzero.profiling.bench.adam import AdamReport
+from tierzero.profiling.bench.collective import OPS, CollectiveReport
 from tierzero.profiling.bench.compute import ComputeReport
-from tierzero.profiling.bench.io import IoReport, IoRow
+from tierzero.profiling.bench.io import IoReport, IoRow, IoTarget
 from tierzero.profiling.bench.link import LinkReport
 from tierzero.profiling.bench.names import cores, cpu_model, memory_bytes
 
@@ -29,6 +30,7 @@ class Results:
     adam: AdamReport | None = None
     link: LinkReport | None = None
     compute: ComputeReport | None = None
+    collective: CollectiveReport | None = None
 
     @property
     def parts(self) -> dict[str, _Part]:
@@ -37,6 +39,7 @@ class Results:
             "adam": self.adam,
             "link": self.link,
             "compute": self.compute,
+            "collective": self.collective,
         }
         return {name: part for name, part in found.items() if part is not None}
 
@@ -53,8 +56,8 @@ class Results:
 def lines(results: Results) -> list[str]:
     """Tables of all parts, and what is to be said about them."""
     found = [f"machine  {cpu_model()}, {cores()} cores, {memory_bytes() / 1e9:.0f} GB of memory"]
-    for part in (_io(results.io), _adam(results.adam), _link(results.link), _compute(results.compute)):
-        found += part
+    found += [*_io(results.io), *_adam(results.adam), *_link(results.link)]
+    found += [*_compute(results.compute), *_collective(results.collective)]
     return found + ([""] + [f"note  {note}" for note in results.notes] if results.notes else [])
 
 
@@ -91,6 +94,16 @@ def _io(report: IoReport | None) -> Iterator[str]:
                 row = by_op[op]
                 cells += [_giga(row.rate.median), "/".join(f"{1e3 * seconds:.1f}" for seconds in row.latency)]
             rows.append(cells)
+        yield from aligned(rows)
+        yield from _beside_fio(target)
+
+
+def _beside_fio(target: IoTarget) -> Iterator[str]:
+    if target.beside_fio:
+        rows = [["block", "depth", "", "fio GB/s", "engine GB/s", "engine / fio"]]
+        for row in target.beside_fio:
+            point, rates = row.point, (_giga(row.fio.median), _giga(row.engine.median), f"{row.ratio:.2f}")
+            rows.append([size(point.block), str(point.depth), row.op, *rates])
         yield from aligned(rows)
 
 
@@ -132,3 +145,14 @@ def _compute(report: ComputeReport | None) -> Iterator[str]:
         yield from aligned([["rows \\ width", *map(str, widths)], *rows])
         lengths = ", ".join(f"{spread.median / 1e9:,.0f} (length {n})" for n, spread in figures.attention.items())
         yield f"attention {lengths} Gflop/s; elementwise {_giga(figures.pointwise_bytes.median)} GB/s"
+
+
+def _collective(report: CollectiveReport | None) -> Iterator[str]:
+    if report is None:
+        return
+    yield ""
+    yield f"collective  {report.backend}, {report.ranks} ranks; GB/s of the whole tensor"
+    sizes = sorted({row.nbytes for row in report.rows})
+    by_op = {op: report.by_size(op) for op in OPS}
+    rows = [[size(nbytes), *[_giga(by_op[op][nbytes].median) for op in OPS]] for nbytes in sizes]
+    yield from aligned([["message", *(op.replace("_", "-") for op in OPS)], *rows])
