@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,6 +18,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from tierzero.errors import ConfigError
+from tierzero.planner.machines import bundled_names, bundled_text
 
 FORMAT = "tierzero-machine"
 VERSION = 1
@@ -136,10 +138,16 @@ class MachineProfile(_Part):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a profile. Raises ConfigError with the file and what is wrong in it."""
+        """Reads a profile, or takes the bundled one of that name where there is no such file, which a warning says.
+        Raises ConfigError with the file and what is wrong in it.
+        """
         file = Path(path)
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            found = cls.bundled(os.fspath(path))
+            warnings.warn(f"{file}: no such file here; using the profile of that name from TierZero", stacklevel=2)
+            return found
         except OSError as error:
             raise ConfigError(f"{file}: cannot read the machine profile: {error.strerror or error}") from None
         except ValueError as error:
@@ -147,6 +155,17 @@ class MachineProfile(_Part):
                 f"{file}: not a machine profile: {error}; write one with tierzero bench all --save"
             ) from None
         return cls.from_json(value, str(file))
+
+    @classmethod
+    def bundled(cls, name: str) -> Self:
+        """A profile that comes with TierZero. Raises ConfigError with the names that there are."""
+        text = bundled_text(name)
+        if text is None:
+            raise ConfigError(
+                f"{name}: there is no such machine profile, neither a file nor one that comes with TierZero "
+                f"({', '.join(bundled_names())}); write one with tierzero bench all --save"
+            )
+        return cls.from_json(json.loads(text), name)
 
     @classmethod
     def from_json(cls, value: Any, source: str) -> Self:
