@@ -142,12 +142,12 @@ class MachineProfile(_Part):
         Raises ConfigError with the file and what is wrong in it.
         """
         file = Path(path)
+        if not file.exists():
+            value = _bundled(os.fspath(path))
+            warnings.warn(f"{file}: no such file here; using the profile of that name from TierZero", stacklevel=2)
+            return cls.from_json(value, str(file))
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            found = cls.bundled(os.fspath(path))
-            warnings.warn(f"{file}: no such file here; using the profile of that name from TierZero", stacklevel=2)
-            return found
         except OSError as error:
             raise ConfigError(f"{file}: cannot read the machine profile: {error.strerror or error}") from None
         except ValueError as error:
@@ -155,17 +155,6 @@ class MachineProfile(_Part):
                 f"{file}: not a machine profile: {error}; write one with tierzero bench all --save"
             ) from None
         return cls.from_json(value, str(file))
-
-    @classmethod
-    def bundled(cls, name: str) -> Self:
-        """A profile that comes with TierZero. Raises ConfigError with the names that there are."""
-        text = bundled_text(name)
-        if text is None:
-            raise ConfigError(
-                f"{name}: there is no such machine profile, neither a file nor one that comes with TierZero "
-                f"({', '.join(bundled_names())}); write one with tierzero bench all --save"
-            )
-        return cls.from_json(json.loads(text), name)
 
     @classmethod
     def from_json(cls, value: Any, source: str) -> Self:
@@ -200,6 +189,21 @@ class MachineProfile(_Part):
             return self.striped or (self.drives[0] if self.drives else None)
         sums = {kind: sum(getattr(drive, kind) for drive in self.drives) for kind in ("read", "write", "mixed")}
         return Drive(name=" + ".join(drive.name for drive in self.drives), **sums)
+
+
+def bundled_profile(name: str) -> MachineProfile:
+    """A profile that comes with TierZero (`bundled_names`). Raises ConfigError."""
+    return MachineProfile.from_json(_bundled(name), name)
+
+
+def _bundled(name: str) -> Any:
+    text = bundled_text(name)
+    if text is None:
+        raise ConfigError(
+            f"{name}: there is no such machine profile, neither a file nor one that comes with TierZero "
+            f"({', '.join(bundled_names())}); write one with tierzero bench all --save"
+        )
+    return json.loads(text)
 
 
 def rate_at(rates: Sequence[CollectiveRate], nbytes: float) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,7 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tierzero.errors import BudgetError
+from tierzero.errors import BudgetError, ConfigError
 from tierzero.tiers import HostAllocator, IoEngine, MemoryPool, Priority, StripedFile, Tier, TierDirectory, free_bytes
 from tierzero.tiers.drive_rate import measured_shares
 from tierzero.tiers.stripes import equal_shares
@@ -63,7 +65,7 @@ class _View:
 class TestFile:
     """Files on one path or several that hold written data, and requests on them. Use as a context; removes the files.
 
-    ``nbytes``: in all, a multiple of `unit`. ``deepest``: most requests in flight.
+    ``nbytes``: in all, rounded down to whole blocks. ``deepest``: most requests in flight.
     """
 
     __test__ = False  # no test case
@@ -96,7 +98,13 @@ class TestFile:
             self._close.append(self._directories[-1].close)
         check_room(self.paths, self.nbytes)
         shares = measured_shares(self._directories) if len(self.paths) > 1 else equal_shares(1)
-        self.nbytes -= self.nbytes % (max(self.blocks) * sum(shares))
+        unit = math.lcm(*self.blocks) * sum(shares)
+        if self.nbytes < unit:
+            raise ConfigError(
+                f"bench io: --size is {self.nbytes:,} bytes, but blocks of all --blocks fit together into multiples of "
+                f"{unit:,} only; raise it, or give blocks that divide one another"
+            )
+        self.nbytes -= self.nbytes % unit
         for direct in (False, True):
             for block in self.blocks:
                 self._view(direct, block, shares)
@@ -130,6 +138,17 @@ class TestFile:
     @property
     def files(self) -> tuple[Path, ...]:
         return next(iter(self._views.values())).file.paths
+
+    @contextlib.contextmanager
+    def descriptor(self, point: Point) -> Iterator[int]:
+        """Of the file on the first path, for system calls of one's own."""
+        with self._views[point.direct, point.block].file.using(0) as found:
+            yield found
+
+    def memory(self, lane: int, point: Point) -> memoryview:
+        """What the requests of one lane read into or write from."""
+        size = self._views[point.direct, point.block].request
+        return self._memory.memory(lane * size, size)
 
     def fill(self, seconds: float) -> None:
         """Writes the file from its start, whole or as far as the time goes: what is read later has been written."""
@@ -175,8 +194,7 @@ class TestFile:
                 latencies.append(time.perf_counter() - now)
 
         async def lanes() -> None:
-            size = view.request
-            await asyncio.gather(*(lane(self._memory.memory(n * size, size)) for n in range(point.depth)))
+            await asyncio.gather(*(lane(self.memory(number, point)) for number in range(point.depth)))
 
         engine.run(lanes())
         if op != "read" and not point.direct:
