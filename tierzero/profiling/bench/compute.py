@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ _LENGTHS = (256, 1024)
 _SENSIBLE = 0.25
 """Of the rate of fp32: a type that a CPU multiplies slower than this is not for training there."""
 _SHORT_S = 3.0
+_DRAWN = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ class _Where:
             torch.cuda.synchronize(self.device)
 
     def drawn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.rng, device=self.device).to(self.dtype)
+        """Normal numbers; large tensors repeat a million of them, for drawing takes longer than what is measured."""
+        numel = math.prod(shape)
+        few = torch.randn(min(numel, _DRAWN), generator=self.rng, device=self.device).to(self.dtype)
+        return few.repeat(-(-numel // few.numel()))[:numel].view(shape)
 
     def rate(self, work: Callable[[], object], amount: float, seconds: float) -> Spread:
         return rate(work, amount, seconds, self.finish)

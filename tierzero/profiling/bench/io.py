@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import hypot, log
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tierzero.errors import BudgetError, ConfigError
 from tierzero.profiling.bench import fio, suspicion
 from tierzero.profiling.bench.names import BlockDevice, block_device
 from tierzero.profiling.bench.requests import OPS, Op, Point, Slice, TestFile
+from tierzero.profiling.bench.suspicion import Reread
 from tierzero.profiling.bench.timing import Progress, Spread
 from tierzero.tiers import PAGE
 
@@ -86,12 +88,12 @@ class IoRow:
 
 @dataclass(frozen=True)
 class IoTarget:
-    """A path, or all of them striped. ``reread``: of a small region over and over."""
+    """A path, or all of them striped. ``nbytes``: of the file, as far as it was filled."""
 
     paths: tuple[Path, ...]
     devices: tuple[BlockDevice, ...]
     rows: tuple[IoRow, ...]
-    reread: float
+    reread: Reread | None
     nbytes: int
     beside_fio: tuple[fio.FioRow, ...] = ()
 
@@ -109,7 +111,7 @@ class IoTarget:
             "paths": [str(path) for path in self.paths],
             "devices": [device.as_json() for device in self.devices],
             "bytes": self.nbytes,
-            "reread_bytes_per_s": self.reread,
+            "reread": asdict(self.reread) if self.reread is not None else None,
             "rows": [row.as_json() for row in self.rows],
             "beside_fio": [row.as_json() for row in self.beside_fio],
         }
@@ -163,7 +165,7 @@ class _Measured:
     paths: tuple[Path, ...]
     seconds: float
     slices: dict[tuple[Op, Point], list[Slice]] = field(default_factory=dict)
-    reread: tuple[float, int] = (0.0, 0)
+    reread: Reread | None = None
 
     def run(self, progress: Progress) -> IoTarget:
         plan = self.plan
@@ -181,7 +183,7 @@ class _Measured:
             rows = tuple(_row(op, point, slices) for (op, point), slices in self.slices.items())
             devices = tuple(map(block_device, self.paths))
             beside = self._fio(file, [point for point in points if point.direct], progress)
-            return IoTarget(self.paths, devices, rows, self.reread[0], file.filled, beside)
+            return IoTarget(self.paths, devices, rows, self.reread, file.filled, beside)
 
     def _rounds(self, file: TestFile, points: Sequence[Point], progress: Progress) -> None:
         each = 0.7 * self.seconds / (ROUNDS * len(points) * len(OPS))
@@ -192,9 +194,12 @@ class _Measured:
                     self.slices.setdefault((op, point), []).append(file.run(point, op, each))
 
     def _reread(self, file: TestFile) -> None:
+        """A small region and the whole file in turns."""
         point = nearest(self.slices, "read", *self.plan.used)[1]
-        small = min(_REREAD, file.filled // 8)
-        self.reread = (file.reread(point, small, 0.05 * self.seconds).rate, small)
+        small, each = min(_REREAD, file.filled // 8), 0.05 * self.seconds / (2 * ROUNDS)
+        rates = [(file.reread(point, small, each).rate, file.run(point, "read", each).rate) for _ in range(ROUNDS)]
+        again, whole = (statistics.median(column) for column in zip(*rates, strict=True))
+        self.reread = Reread(small, again, file.filled, whole)
 
     def _fio(self, file: TestFile, points: Sequence[Point], progress: Progress) -> tuple[fio.FioRow, ...]:
         """Takes as long again."""
@@ -212,12 +217,13 @@ def _found(measured: _Measured, target: IoTarget, host_copy: float | None) -> It
     read, write = target.at("read", *used), target.at("write", *used)
     for path, device in zip(target.paths, target.devices, strict=True):
         yield suspicion.of_file_system(str(path), device)
+    yield suspicion.of_shared_drive([device.name for device in target.devices])
     if not read.point.direct:
         yield f"{title}: no O_DIRECT here: all figures are buffered, which a run would be too"
     else:
         yield suspicion.of_page_cache(title, *max(_buffered_beside_direct(target), key=lambda pair: pair[0] / pair[1]))
-    small, nbytes = measured.reread
-    yield suspicion.of_rereading(title, small, nbytes, read.rate.median, target.nbytes)
+    if target.reread is not None:
+        yield suspicion.of_rereading(title, target.reread)
     samples = [each.rate for each in measured.slices["write", write.point]]
     yield suspicion.of_slowing(title, samples[0], samples[-1])
     for row in (read, write):

@@ -42,6 +42,12 @@ class _Rank:
         last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
         return f"failed: {last}"
 
+    def close(self) -> None:
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
     @property
     def failed(self) -> bool:
         return self.process.poll() not in (None, 0)
@@ -59,7 +65,7 @@ def measure(plan: CollectivePlan, ranks: int, progress: Progress) -> CollectiveR
             for rank in started:
                 rank.process.kill()
             for rank in started:
-                rank.process.wait()
+                rank.close()
 
 
 def _start(number: int, ranks: int, plan: CollectivePlan, folder: Path) -> _Rank:

@@ -232,7 +232,7 @@ def _flush(file: StripedFile) -> None:
 
 def _reads(op: Op, number: int, lap: int) -> bool:
     """Of mixed requests every second one, and in the next pass over the file the others."""
-    return op == "read" or (op == "mixed" and (number + number // lap) % 2 == 0)
+    return op == "read" or (op == "mixed" and (number % lap + number // lap) % 2 == 0)
 
 
 def _fill(memory: torch.Tensor) -> None:

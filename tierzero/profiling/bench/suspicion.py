@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from tierzero.profiling.bench.names import BlockDevice
 
 _CACHED = 1.5
@@ -19,6 +22,14 @@ def of_file_system(path: str, device: BlockDevice) -> str | None:
     return f"{path}: {device.file_system} lies in memory: these rates are no drive's; name a path on one"
 
 
+def of_shared_drive(names: Sequence[str]) -> str | None:
+    """``names``: of the device behind each path."""
+    shared = sorted({name for name in names if names.count(name) > 1})
+    if not shared:
+        return None
+    return f"several paths lie on {', '.join(shared)}: striping over them adds nothing; give one path per drive"
+
+
 def of_page_cache(path: str, buffered_read: float, direct_read: float) -> str | None:
     """Both at the same block size and depth."""
     if buffered_read <= _CACHED * direct_read:
@@ -29,13 +40,22 @@ def of_page_cache(path: str, buffered_read: float, direct_read: float) -> str | 
     )
 
 
-def of_rereading(path: str, small: float, small_nbytes: int, large: float, large_nbytes: int) -> str | None:
-    """The rate of reading a small region over and over, and that of going through all of a large one."""
-    if small <= _CACHED * large or small_nbytes >= large_nbytes:
+@dataclass(frozen=True)
+class Reread:
+    """Bytes per second of reading ``small_bytes`` over and over, and of going through all of ``whole_bytes``."""
+
+    small_bytes: int
+    small: float
+    whole_bytes: int
+    whole: float
+
+
+def of_rereading(path: str, found: Reread) -> str | None:
+    if found.small <= _CACHED * found.whole or found.small_bytes >= found.whole_bytes:
         return None
     return (
-        f"{path}: {small_nbytes / 1e6:,.0f} MB read over and over come at {_gb(small)}, all {large_nbytes / 1e6:,.0f} "
-        f"MB at {_gb(large)}: a cache in the drive or the hypervisor keeps what was touched last; state larger than "
+        f"{path}: {found.small_bytes / 1e6:,.0f} MB read over and over come at {_gb(found.small)}, all "
+        f"{found.whole_bytes / 1e6:,.0f} MB at {_gb(found.whole)}: a cache in the drive or the hypervisor keeps what was touched last; state larger than "
         "that cache sees the lower rate"
     )
 
