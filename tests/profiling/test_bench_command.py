@@ -21,7 +21,7 @@ from tierzero.errors import TierZeroError
 from tierzero.planner.machine import MachineProfile
 from tierzero.profiling.bench import fio, local_ranks
 from tierzero.profiling.bench.collective import CollectivePlan
-from tierzero.profiling.bench.requests import Point, TestFile
+from tierzero.profiling.bench.requests import MeasuredFile, Point
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -97,7 +97,7 @@ def test_without_fio_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
 def test_fio_is_measured_on_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fio, "_LEAST_S", 0.1)
-    with TestFile([tmp_path], 16 * MIB, [MIB], 2) as file:
+    with MeasuredFile([tmp_path], 16 * MIB, [MIB], 2) as file:
         file.fill(1.0)
         if not file.has_direct:
             pytest.skip("no O_DIRECT here")

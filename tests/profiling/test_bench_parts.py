@@ -25,7 +25,7 @@ from tierzero.profiling.bench.link import LinkReport
 from tierzero.profiling.bench.names import BlockDevice, block_device, cpu_model, kind_of, mount_of
 from tierzero.profiling.bench.profile import machine_profile
 from tierzero.profiling.bench.report import Results, lines
-from tierzero.profiling.bench.requests import Point, TestFile, _reads
+from tierzero.profiling.bench.requests import MeasuredFile, Point, _reads
 from tierzero.profiling.bench.suspicion import Reread
 from tierzero.profiling.bench.timing import Spread, rate, together
 
@@ -127,7 +127,7 @@ def test_the_file_holds_written_data_and_goes_away(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    with suppress(ZeroDivisionError), TestFile(paths, 3 * MIB, [64 * KIB, 256 * KIB], 3) as file:
+    with suppress(ZeroDivisionError), MeasuredFile(paths, 3 * MIB, [64 * KIB, 256 * KIB], 3) as file:
         assert 0 < file.nbytes <= 3 * MIB
         file.fill(math.inf)
         contents = [path.read_bytes() for path in file.files]
@@ -147,7 +147,7 @@ def test_the_file_holds_written_data_and_goes_away(tmp_path: Path) -> None:
 
 
 def test_a_slow_fill_leaves_less_to_measure(tmp_path: Path) -> None:
-    with TestFile([tmp_path], 64 * MIB, [64 * KIB], 2) as file:
+    with MeasuredFile([tmp_path], 64 * MIB, [64 * KIB], 2) as file:
         file.fill(0.0)
         assert file.filled == 2 * 2 * 64 * KIB
         assert file.run(Point(False, 64 * KIB, 2), "write", 0.0, at_least=MIB).nbytes >= MIB

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierzero.profiling.bench.requests import Op, Point, TestFile
+from tierzero.profiling.bench.requests import MeasuredFile, Op, Point
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ def measure(
     folder: Path, *, nbytes: int = 2 << 30, block: int = 8 << 20, depth: int = 8, rounds: int = 6
 ) -> list[EngineRate]:
     """Rates of both on a tier file of ``nbytes`` in ``folder``, in alternating order."""
-    with TestFile([folder], nbytes, [block], depth) as file:
+    with MeasuredFile([folder], nbytes, [block], depth) as file:
         file.fill(math.inf)
         point = Point(file.has_direct, block, depth)
         return [_compare(file, point, op, rounds) for op in ("write", "read")]
 
 
-def _bare(file: TestFile, point: Point, op: Op) -> None:
+def _bare(file: MeasuredFile, point: Point, op: Op) -> None:
     """``depth`` threads, each with every ``depth``-th block."""
     call = os.preadv if op == "read" else os.pwritev
     with file.descriptor(point) as descriptor, ThreadPoolExecutor(point.depth) as threads:
@@ -48,7 +48,7 @@ def _bare(file: TestFile, point: Point, op: Op) -> None:
         list(threads.map(work, range(point.depth)))
 
 
-def _compare(file: TestFile, point: Point, op: Op, rounds: int) -> EngineRate:
+def _compare(file: MeasuredFile, point: Point, op: Op, rounds: int) -> EngineRate:
     rates: dict[str, list[float]] = {"bare": [], "engine": []}
     whole = file.nbytes
     ways: list[tuple[str, Callable[[], object]]] = [

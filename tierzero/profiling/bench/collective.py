@@ -80,6 +80,7 @@ def measure(plan: CollectivePlan, ranks: Ranks, device: Device, progress: Progre
     collectives = Collectives(world, ["the bench"], device.is_host, device.lane)
     try:
         rows = _Measured(plan, collectives, device, ranks.world_size).rows(progress)
+        dist.barrier()  # a rank that leaves while another one is still at its last call may take that one down
     finally:
         collectives.close()
     left_out = [nbytes for nbytes in plan.sizes if nbytes not in {row.nbytes for row in rows}]
@@ -166,7 +167,6 @@ def main() -> None:
 
     report = measure(plan, ranks, CpuDevice(), said)
     _say({"report": report.as_json(), "notes": report.notes}, ranks)
-    dist.barrier()
     dist.destroy_process_group()
 
 

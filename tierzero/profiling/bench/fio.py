@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tierzero.errors import ConfigError, TierZeroError
-from tierzero.profiling.bench.requests import Op, Point, TestFile
+from tierzero.profiling.bench.requests import MeasuredFile, Op, Point
 from tierzero.profiling.bench.timing import Progress, Spread
 
 _ROUNDS = 2
@@ -48,7 +48,7 @@ def check_installed() -> None:
         raise ConfigError("bench io: --fio: there is no fio here; install the package fio, or leave --fio out")
 
 
-def compare(file: TestFile, points: Sequence[Point], seconds: float, progress: Progress) -> list[FioRow]:
+def compare(file: MeasuredFile, points: Sequence[Point], seconds: float, progress: Progress) -> list[FioRow]:
     """Both at every point with O_DIRECT, within about ``seconds`` where each gets its half second. One path only."""
     (path,) = file.files
     each = max(_LEAST_S, seconds / (len(points) * len(_OPS) * _ROUNDS * 2))

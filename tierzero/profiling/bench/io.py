@@ -15,7 +15,7 @@ import psutil
 from tierzero.errors import BudgetError, ConfigError
 from tierzero.profiling.bench import fio, suspicion
 from tierzero.profiling.bench.names import BlockDevice, block_device
-from tierzero.profiling.bench.requests import OPS, Op, Point, Slice, TestFile
+from tierzero.profiling.bench.requests import OPS, MeasuredFile, Op, Point, Slice
 from tierzero.profiling.bench.suspicion import Reread
 from tierzero.profiling.bench.timing import Progress, Spread
 from tierzero.tiers import PAGE
@@ -169,7 +169,7 @@ class _Measured:
 
     def run(self, progress: Progress) -> IoTarget:
         plan = self.plan
-        with TestFile(self.paths, plan.nbytes, plan.blocks, max(plan.depths)) as file:
+        with MeasuredFile(self.paths, plan.nbytes, plan.blocks, max(plan.depths)) as file:
             progress("filling", 0.0)
             file.fill(self.seconds / 4)
             points = [
@@ -185,7 +185,7 @@ class _Measured:
             beside = self._fio(file, [point for point in points if point.direct], progress)
             return IoTarget(self.paths, devices, rows, self.reread, file.filled, beside)
 
-    def _rounds(self, file: TestFile, points: Sequence[Point], progress: Progress) -> None:
+    def _rounds(self, file: MeasuredFile, points: Sequence[Point], progress: Progress) -> None:
         each = 0.7 * self.seconds / (ROUNDS * len(points) * len(OPS))
         for number in range(ROUNDS):
             for done, point in enumerate(points[:: -1 if number % 2 else 1]):
@@ -193,7 +193,7 @@ class _Measured:
                 for op in OPS[:: -1 if number % 2 else 1]:
                     self.slices.setdefault((op, point), []).append(file.run(point, op, each))
 
-    def _reread(self, file: TestFile) -> None:
+    def _reread(self, file: MeasuredFile) -> None:
         """A small region and the whole file in turns."""
         point = nearest(self.slices, "read", *self.plan.used)[1]
         small, each = min(_REREAD, file.filled // 8), 0.05 * self.seconds / (2 * ROUNDS)
@@ -201,7 +201,7 @@ class _Measured:
         again, whole = (statistics.median(column) for column in zip(*rates, strict=True))
         self.reread = Reread(small, again, file.filled, whole)
 
-    def _fio(self, file: TestFile, points: Sequence[Point], progress: Progress) -> tuple[fio.FioRow, ...]:
+    def _fio(self, file: MeasuredFile, points: Sequence[Point], progress: Progress) -> tuple[fio.FioRow, ...]:
         """Takes as long again."""
         if not (self.plan.beside_fio and points and len(self.paths) == 1):
             return ()

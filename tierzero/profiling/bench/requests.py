@@ -62,13 +62,11 @@ class _View:
 
 
 @dataclass
-class TestFile:
+class MeasuredFile:
     """Files on one path or several that hold written data, and requests on them. Use as a context; removes the files.
 
     ``nbytes``: in all, rounded down to whole blocks. ``deepest``: most requests in flight.
     """
-
-    __test__ = False  # no test case
 
     paths: Sequence[Path]
     nbytes: int
@@ -80,7 +78,7 @@ class TestFile:
     _engines: dict[int, IoEngine] = field(default_factory=dict)
     _close: list[Callable[[], None]] = field(default_factory=list)
 
-    def __enter__(self) -> TestFile:
+    def __enter__(self) -> MeasuredFile:
         try:
             self._open()
         except BaseException:

@@ -55,8 +55,8 @@ def of_rereading(path: str, found: Reread) -> str | None:
         return None
     return (
         f"{path}: {found.small_bytes / 1e6:,.0f} MB read over and over come at {_gb(found.small)}, all "
-        f"{found.whole_bytes / 1e6:,.0f} MB at {_gb(found.whole)}: a cache in the drive or the hypervisor keeps what was touched last; state larger than "
-        "that cache sees the lower rate"
+        f"{found.whole_bytes / 1e6:,.0f} MB at {_gb(found.whole)}: a cache in the drive or the hypervisor keeps what "
+        "was touched last; state larger than that cache sees the lower rate"
     )
 
 
