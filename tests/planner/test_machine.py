@@ -17,8 +17,8 @@ from tierzero.planner.machines import bundled_names
 def test_a_bundled_profile_is_whole_and_says_where_it_comes_from(name: str) -> None:
     profile = bundled_profile(name)
     assert profile.name == name
-    assert "data sheet" in profile.source
-    assert "Not measured" in profile.source
+    assert "data sheets of" in profile.source
+    assert profile.source.startswith("not measured: ")
     assert {"bf16", "fp16", "fp32"} == set(profile.compute)
     assert profile.device is not None
     assert profile.device.to_device < profile.device.both < 2 * profile.device.to_device
