@@ -27,8 +27,9 @@ def test_a_bundled_profile_is_whole_and_says_where_it_comes_from(name: str) -> N
     assert rates == sorted(rates)
     for drive in profile.drives:
         assert drive.write <= drive.mixed <= drive.read
-    for dtype in profile.compute.values():
-        assert dtype.matmul_flops(64, 256) < dtype.matmul_flops(16384, 8192)
+    half = profile.compute["bf16"]
+    assert half.matmul_flops(64, 256, 256) < half.matmul_flops(16384, 8192, 8192)
+    assert profile.compute["fp32"].matmul_flops(16384, 8192, 8192) < half.matmul_flops(16384, 8192, 8192)
     if profile.device.count > 1:
         assert profile.network is not None
         assert profile.network.ranks == profile.device.count

@@ -166,6 +166,7 @@ def _results(folder: Path) -> Results:
         (MatmulFigure(64, 256, flat(1e12)), MatmulFigure(256, 256, flat(2e12))),
         {256: flat(1e12), 1024: flat(3e12)},
         {"add": (3.0, flat(1e10)), "gelu": (1.0, flat(1e10))},
+        flat(1e6),
     )
     collectives = tuple(CollectiveRow(op, nbytes, flat(nbytes * 1e3)) for op in OPS for nbytes in (1 << 16, 1 << 20))
     return Results(
@@ -189,7 +190,8 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert loaded.drives[0].name == f"ACME 9000 (nvme0n1, ext4) at {tmp_path / 'a'}"
     assert loaded.striped is not None
     assert loaded.compute["bf16"].attention_flops == pytest.approx(1.5e12)
-    assert loaded.compute["bf16"].matmul_flops(256, 256) == 2e12
+    assert loaded.compute["bf16"].matmul_flops(256, 256, 256) == 2e12
+    assert loaded.compute["bf16"].operation_s == 1e-6
     assert loaded.network is not None
     assert [(each.nbytes, each.rate) for each in loaded.network.all_reduce] == [(65536, 65536e3), (1 << 20, 1048576e3)]
     assert (loaded.device, loaded.host.copy_bytes, loaded.date[:10]) == (None, 9e9, "2026-01-02")

@@ -40,6 +40,8 @@ class DtypeFigures:
     """Operations per second by length of the sequence."""
     pointwise: dict[str, tuple[float, Spread]]
     """Bytes of one call, and bytes per second, by operation."""
+    operations: Spread
+    """Per second, each on a tensor so small that it costs nothing but its start."""
 
     @property
     def attention_flops(self) -> Spread:
@@ -53,6 +55,7 @@ class DtypeFigures:
         return {
             "matmul": [{"rows": f.rows, "width": f.width, "flops_per_s": f.flops.as_json()} for f in self.matmul],
             "attention": [{"seq_len": s, "flops_per_s": spread.as_json()} for s, spread in self.attention.items()],
+            "small_operations_per_s": self.operations.as_json(),
             "pointwise": [{"op": op, "bytes_per_s": spread.as_json()} for op, (_, spread) in self.pointwise.items()],
         }
 
@@ -139,7 +142,8 @@ def _figures(
     progress("attention", 0.6)
     attention = {length: _attention(where, length, 0.1 * where.seconds) for length in _LENGTHS}
     progress("elementwise", 0.8)
-    return DtypeFigures(tuple(matmul), attention, _elementwise(where, 0.2 * where.seconds)), left_out
+    elementwise = _elementwise(where, 0.17 * where.seconds)
+    return DtypeFigures(tuple(matmul), attention, elementwise, _operations(where, 0.03 * where.seconds)), left_out
 
 
 def _products(
@@ -205,3 +209,9 @@ def _elementwise(where: _Where, seconds: float) -> dict[str, tuple[float, Spread
         name: (float(tensors * nbytes), where.rate(way, float(tensors * nbytes), seconds / len(ways)))
         for name, (tensors, way) in ways.items()
     }
+
+
+def _operations(where: _Where, seconds: float) -> Spread:
+    """With the graph that a backward needs, as in training."""
+    x = where.drawn(16).requires_grad_()
+    return where.rate(lambda: x + x, 1.0, seconds)

@@ -68,6 +68,7 @@ def _compute(report: ComputeReport) -> dict[Dtype, ComputeRates]:
             matmul=tuple(MatmulRate(rows=f.rows, width=f.width, flops=f.flops.median) for f in figures.matmul),
             attention_flops=figures.attention_flops.median,
             pointwise_bytes=figures.pointwise_bytes.median,
+            operation_s=1 / figures.operations.median,
         )
         for dtype in get_args(Dtype)
         if (figures := report.by_dtype.get(dtype)) is not None

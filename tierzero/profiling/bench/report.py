@@ -145,6 +145,7 @@ def _compute(report: ComputeReport | None) -> Iterator[str]:
         yield from aligned([["rows \\ width", *map(str, widths)], *rows])
         lengths = ", ".join(f"{spread.median / 1e9:,.0f} (length {n})" for n, spread in figures.attention.items())
         yield f"attention {lengths} Gflop/s; elementwise {_giga(figures.pointwise_bytes.median)} GB/s"
+        yield f"no operation takes less than {1e6 / figures.operations.median:.1f} microseconds"
 
 
 def _collective(report: CollectiveReport | None) -> Iterator[str]:
