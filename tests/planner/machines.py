@@ -19,7 +19,7 @@ def machine(**changes: Any) -> MachineProfile:
         "compute": {
             "bf16": {
                 "matmul": [{"rows": 256, "width": 512, "flops": 1e11}, {"rows": 2048, "width": 512, "flops": 2e11}],
-                "attention_flops": 5e10,
+                "attention": [{"length": 64, "flops": 5e10}],
                 "pointwise_bytes": 1e10,
             }
         },

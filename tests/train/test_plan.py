@@ -139,7 +139,7 @@ FAST_PROCESSOR = {
     "compute": {
         "bf16": {
             "matmul": [{"rows": 256, "width": 512, "flops": 1e13}],
-            "attention_flops": 1e13,
+            "attention": [{"length": 64, "flops": 1e13}],
             "pointwise_bytes": 1e11,
         }
     }

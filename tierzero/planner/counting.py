@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -173,8 +174,9 @@ def _product(output: torch.Tensor, left: torch.Tensor) -> OperationCounts:
 
 def _attention(given: list[torch.Tensor], backward: bool) -> OperationCounts:
     query, key = (given[1], given[2]) if backward else (given[0], given[1])
-    products = 2.0 * query.numel() * key.shape[-2] * 2
-    return OperationCounts(attention=products * (2.5 if backward else 1.0), operations=1)
+    flops = 4 * query.numel() * key.shape[-2]
+    # A backward does two and a half times the products of its forward: it makes the scores again.
+    return OperationCounts(attention=Counter({key.shape[-2]: flops * 5 // 2 if backward else flops}), operations=1)
 
 
 def _moved(name: str, given: list[torch.Tensor], new: list[torch.Tensor]) -> int:

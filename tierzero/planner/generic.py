@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tierzero.planner.machine import Accelerator, ComputeRates, Drive, Dtype, Host, MachineProfile, MatmulRate
+from tierzero.planner.machine import (
+    Accelerator,
+    AttentionRate,
+    ComputeRates,
+    Drive,
+    Dtype,
+    Host,
+    MachineProfile,
+    MatmulRate,
+)
 
 _FLOPS_OF_CORE: dict[Dtype, float] = {"bf16": 60e9, "fp16": 30e9, "fp32": 60e9}
 _FLOPS_OF_DEVICE: dict[Dtype, float] = {"bf16": 80e12, "fp16": 80e12, "fp32": 20e12}
@@ -33,7 +42,7 @@ def generic_machine(
         compute={
             dtype: ComputeRates(
                 matmul=(MatmulRate(rows=1024, width=2048, flops=rate * times),),
-                attention_flops=rate * times / 3,
+                attention=(AttentionRate(length=1024, flops=rate * times / 3),),
                 pointwise_bytes=pointwise,
                 operation_s=1e-5,
             )

@@ -62,14 +62,20 @@ class MatmulRate(_Part):
     flops: PositiveFloat
 
 
+class AttentionRate(_Part):
+    """Of fused causal attention over sequences of ``length``, counted as if it were not causal."""
+
+    length: PositiveInt
+    flops: PositiveFloat
+
+
 class ComputeRates(_Part):
     """What forward and backward are made of, in one data type, on all the cores of the node or on one device."""
 
     matmul: tuple[MatmulRate, ...] = Field(min_length=1)
-    attention_flops: PositiveFloat
-    """Of fused causal attention, as if it were not causal."""
+    attention: tuple[AttentionRate, ...] = Field(min_length=1)
     pointwise_bytes: PositiveFloat
-    """Read and written by elementwise operations on tensors larger than the caches."""
+    """Read and written by elementwise operations on tensors as large as activations are."""
     operation_s: float = Field(default=0.0, ge=0)
     """Seconds that an operation takes however small it is."""
 
@@ -81,6 +87,10 @@ class ComputeRates(_Part):
             return near[0][1]
         weights = [1 / distance**2 for distance, _ in near]
         return sum(weight * flops for weight, (_, flops) in zip(weights, near, strict=True)) / sum(weights)
+
+    def attention_flops(self, length: float) -> float:
+        """The rate over sequences of ``length``."""
+        return _between([(rate.length, rate.flops) for rate in self.attention], length)
 
 
 def _place(m: float, k: float, n: float) -> tuple[float, float]:
@@ -208,10 +218,13 @@ def _bundled(name: str) -> Any:
 
 def rate_at(rates: Sequence[CollectiveRate], nbytes: float) -> float:
     """Of a message of ``nbytes``: between two sizes by the logarithm of the size, outside them that of the nearest."""
-    known = sorted(rates, key=lambda rate: rate.nbytes)
-    if nbytes <= known[0].nbytes or nbytes >= known[-1].nbytes:
-        return (known[0] if nbytes <= known[0].nbytes else known[-1]).rate
-    upper = next(number for number, rate in enumerate(known) if rate.nbytes >= nbytes)
-    low, high = known[upper - 1], known[upper]
-    part = math.log(nbytes / low.nbytes) / math.log(high.nbytes / low.nbytes)
-    return low.rate + part * (high.rate - low.rate)
+    return _between([(rate.nbytes, rate.rate) for rate in rates], nbytes)
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    known = sorted(points)
+    if at <= known[0][0] or at >= known[-1][0]:
+        return (known[0] if at <= known[0][0] else known[-1])[1]
+    upper = next(number for number, (place, _) in enumerate(known) if place >= at)
+    (left, low), (right, high) = known[upper - 1], known[upper]
+    return low + math.log(at / left) / math.log(right / left) * (high - low)

@@ -93,7 +93,7 @@ def _twice(machine: MachineProfile) -> dict[str, ComputeRates]:
         matmul = tuple(rate.model_copy(update={"flops": 2 * rate.flops}) for rate in rates.matmul)
         changes = {
             "matmul": matmul,
-            "attention_flops": 2 * rates.attention_flops,
+            "attention": tuple(rate.model_copy(update={"flops": 2 * rate.flops}) for rate in rates.attention),
             "pointwise_bytes": 2 * rates.pointwise_bytes,
             "operation_s": rates.operation_s / 2,
         }

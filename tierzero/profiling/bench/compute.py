@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,9 @@ ROWS = (64, 256, 1024, 4096)
 WIDTHS = (256, 768, 2048)
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _HEAD = 64
-_LENGTHS = (256, 1024)
+_LENGTHS = (64, 256, 1024)
+_WEIGHTS = 64 << 20
+"""Bytes of different weights that are multiplied with in turn: in training each comes from memory."""
 _SENSIBLE = 0.25
 """Of the rate of fp32: a type that a CPU multiplies slower than this is not for training there."""
 _SHORT_S = 3.0
@@ -42,10 +45,6 @@ class DtypeFigures:
     """Bytes of one call, and bytes per second, by operation."""
     operations: Spread
     """Per second, each on a tensor so small that it costs nothing but its start."""
-
-    @property
-    def attention_flops(self) -> Spread:
-        return together((1.0, spread) for spread in self.attention.values())
 
     @property
     def pointwise_bytes(self) -> Spread:
@@ -140,7 +139,7 @@ def _figures(
     progress("products", 0.0)
     matmul, left_out = _products(replace(where, seconds=0.6 * where.seconds), rows, widths, progress)
     progress("attention", 0.6)
-    attention = {length: _attention(where, length, 0.1 * where.seconds) for length in _LENGTHS}
+    attention = {length: _attention(where, length, 0.2 / len(_LENGTHS) * where.seconds) for length in _LENGTHS}
     progress("elementwise", 0.8)
     elementwise = _elementwise(where, 0.17 * where.seconds)
     return DtypeFigures(tuple(matmul), attention, elementwise, _operations(where, 0.03 * where.seconds)), left_out
@@ -167,9 +166,10 @@ def _products(
 
 
 def _three_products(where: _Where, rows: int, width: int, seconds: float) -> Spread:
-    x, weight, grad = where.drawn(rows, width), where.drawn(width, width), where.drawn(rows, width)
-    flops = 2.0 * rows * width**2
-    ways = (lambda: F.linear(x, weight), lambda: grad.mm(weight), lambda: grad.t().mm(x))
+    x, grad, flops = where.drawn(rows, width), where.drawn(rows, width), 2.0 * rows * width**2
+    count = max(1, _WEIGHTS // (width**2 * where.dtype.itemsize))
+    weights = itertools.cycle(where.drawn(count, width, width).unbind())
+    ways = (lambda: F.linear(x, next(weights)), lambda: grad.mm(next(weights)), lambda: grad.t().mm(x))
     return together((flops, where.rate(way, flops, seconds / 3)) for way in ways)
 
 
@@ -188,8 +188,8 @@ def _attention(where: _Where, length: int, seconds: float) -> Spread:
 
 
 def _elementwise(where: _Where, seconds: float) -> dict[str, tuple[float, Spread]]:
-    """Bytes of inputs and outputs, on tensors larger than most caches."""
-    nbytes = (256 << 20) if where.device.type == "cuda" else (32 << 20)
+    """Bytes of inputs and outputs, on tensors as large as activations are."""
+    nbytes = (256 << 20) if where.device.type == "cuda" else (6 << 20)
     x = where.drawn(nbytes // where.dtype.itemsize // 1024, 1024).requires_grad_()
     grad, other = where.drawn(*x.shape), where.drawn(*x.shape)
     weight = where.drawn(1024).requires_grad_()
@@ -204,6 +204,8 @@ def _elementwise(where: _Where, seconds: float) -> dict[str, tuple[float, Spread
         "layer_norm forward": (2, lambda: F.layer_norm(x, (1024,), weight)),
         "layer_norm backward": (3, norm_backward),
         "add": (3, lambda: grad + other),
+        "add in place": (3, lambda: grad.add_(other)),
+        "copy": (2, lambda: grad.clone()),
     }
     return {
         name: (float(tensors * nbytes), where.rate(way, float(tensors * nbytes), seconds / len(ways)))

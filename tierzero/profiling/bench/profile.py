@@ -9,6 +9,7 @@ import torch
 
 from tierzero.planner.machine import (
     Accelerator,
+    AttentionRate,
     CollectiveRate,
     ComputeRates,
     Drive,
@@ -66,7 +67,7 @@ def _compute(report: ComputeReport) -> dict[Dtype, ComputeRates]:
     return {
         dtype: ComputeRates(
             matmul=tuple(MatmulRate(rows=f.rows, width=f.width, flops=f.flops.median) for f in figures.matmul),
-            attention_flops=figures.attention_flops.median,
+            attention=tuple(AttentionRate(length=n, flops=spread.median) for n, spread in figures.attention.items()),
             pointwise_bytes=figures.pointwise_bytes.median,
             operation_s=1 / figures.operations.median,
         )
