@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from tierzero.cli.values import sizes, wholes
 from tierzero.errors import ConfigError
 from tierzero.planner.machine import MachineProfile
-from tierzero.profiling.bench import suspicion
+from tierzero.profiling.bench import suspicion, timing
 from tierzero.profiling.bench.adam import AdamReport, thread_counts
 from tierzero.profiling.bench.collective import OPS, CollectiveReport, CollectiveRow
 from tierzero.profiling.bench.compute import ComputeReport, DtypeFigures, MatmulFigure
@@ -50,11 +49,22 @@ def test_threads_are_powers_of_two_and_all_cores() -> None:
     assert [thread_counts(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
-def test_a_rate_counts_what_was_done() -> None:
-    found = rate(lambda: time.sleep(0.01), 100.0, 0.05)
-    assert 100 / 0.02 < found.median <= 100 / 0.01
-    assert found.low <= found.median <= found.high
-    assert rate(lambda: time.sleep(0.02), 1.0, 0.0).samples == 1
+def test_a_rate_counts_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], [0]
+
+    def work(seconds: float) -> None:
+        clock[0] += seconds
+        calls[0] += 1
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    slow = rate(lambda: work(2.0), 100.0, 7.0)
+    assert (slow.median, slow.low, slow.high) == (50.0, 50.0, 50.0)
+    assert 2 <= slow.samples == calls[0] - 2 <= 4, "a warm-up and one call to see how long they take"
+    calls[0] = 0
+    fast = rate(lambda: work(1e-4), 1.0, 0.05)
+    assert fast.median == pytest.approx(1e4)
+    assert calls[0] > 20 * fast.samples, "short calls are timed together"
+    assert rate(lambda: work(2.0), 1.0, 0.0).samples == 1
 
 
 def test_amounts_one_after_another_take_the_sum_of_their_times() -> None:
