@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,8 @@ WIDTHS = (256, 768, 2048)
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _HEAD = 64
 _LENGTHS = (64, 256, 1024)
-_WEIGHTS = 64 << 20
-"""Bytes of different weights that are multiplied with in turn: in training each comes from memory."""
+_CYCLE = 64 << 20
+"""Bytes of different factors that are multiplied in turn: in training each comes from memory."""
 _SENSIBLE = 0.25
 """Of the rate of fp32: a type that a CPU multiplies slower than this is not for training there."""
 _SHORT_S = 3.0
@@ -89,6 +89,11 @@ class _Where:
         numel = math.prod(shape)
         few = torch.randn(min(numel, _DRAWN), generator=self.rng, device=self.device).to(self.dtype)
         return few.repeat(-(-numel // few.numel()))[:numel].view(shape)
+
+    def many(self, *shape: int) -> Iterator[torch.Tensor]:
+        """Different ones again and again."""
+        count = max(1, _CYCLE // (math.prod(shape) * self.dtype.itemsize))
+        return itertools.cycle(self.drawn(count, *shape).unbind())
 
     def rate(self, work: Callable[[], object], amount: float, seconds: float) -> Spread:
         return rate(work, amount, seconds, self.finish)
@@ -166,10 +171,13 @@ def _products(
 
 
 def _three_products(where: _Where, rows: int, width: int, seconds: float) -> Spread:
-    x, grad, flops = where.drawn(rows, width), where.drawn(rows, width), 2.0 * rows * width**2
-    count = max(1, _WEIGHTS // (width**2 * where.dtype.itemsize))
-    weights = itertools.cycle(where.drawn(count, width, width).unbind())
-    ways = (lambda: F.linear(x, next(weights)), lambda: grad.mm(next(weights)), lambda: grad.t().mm(x))
+    flops = 2.0 * rows * width**2
+    inputs, grads, weights = where.many(rows, width), where.many(rows, width), where.many(width, width)
+    ways = (
+        lambda: F.linear(next(inputs), next(weights)),
+        lambda: next(grads).mm(next(weights)),
+        lambda: next(grads).t().mm(next(inputs)),
+    )
     return together((flops, where.rate(way, flops, seconds / 3)) for way in ways)
 
 
@@ -204,8 +212,6 @@ def _elementwise(where: _Where, seconds: float) -> dict[str, tuple[float, Spread
         "layer_norm forward": (2, lambda: F.layer_norm(x, (1024,), weight)),
         "layer_norm backward": (3, norm_backward),
         "add": (3, lambda: grad + other),
-        "add in place": (3, lambda: grad.add_(other)),
-        "copy": (2, lambda: grad.clone()),
     }
     return {
         name: (float(tensors * nbytes), where.rate(way, float(tensors * nbytes), seconds / len(ways)))
