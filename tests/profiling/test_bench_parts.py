@@ -182,7 +182,7 @@ def _results(folder: Path) -> Results:
     return Results(
         "2026-01-02T03:04:05+00:00",
         IoReport((*targets, both), (8 * MIB, 8), ("a note",)),
-        AdamReport(1 << 20, {1: flat(1e9), 2: flat(2e9)}, ()),
+        AdamReport(1 << 20, {1: flat(1e9), 2: flat(2e9)}, flat(4e9), ()),
         LinkReport(1 << 28, 2, flat(9e9), None, ()),
         ComputeReport("cpu", 2, {"bf16": figures}, ()),
         CollectiveReport("gloo", 2, 1, collectives, ()),
@@ -196,11 +196,12 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     loaded = MachineProfile.load(file)
     assert loaded == profile
     assert loaded.adam == {1: 1e9, 2: 2e9}
+    assert loaded.gradients == 4e9
     assert [(drive.read, drive.write, drive.mixed) for drive in loaded.drives] == [(3e9, 2e9, 2.5e9)] * 2
     assert loaded.drives[0].name == f"ACME 9000 (nvme0n1, ext4) at {tmp_path / 'a'}"
     assert loaded.striped is not None
     assert loaded.compute["bf16"].attention_flops(256) == pytest.approx(1e12)
-    assert loaded.compute["bf16"].matmul_flops(256, 256, 256) == 2e12
+    assert loaded.compute["bf16"].matmul_flops(256, 256) == 2e12
     assert loaded.compute["bf16"].operation_s == 1e-6
     assert loaded.network is not None
     assert [(each.nbytes, each.rate) for each in loaded.network.all_reduce] == [(65536, 65536e3), (1 << 20, 1048576e3)]

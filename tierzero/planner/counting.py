@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class _Counter(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
             self._note_memory(tensor)
-        counts = _counts(func, given, made)
+        counts = _counts(func, given, made, self._weights)
         if counts is not None:
             self._counts += counts
             self._uses |= any(_address(tensor) in self._weights for tensor in given)
@@ -150,11 +151,14 @@ def _address(tensor: torch.Tensor) -> int:
     return address
 
 
-def _counts(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> OperationCounts | None:
+def _counts(
+    func: Any, given: list[torch.Tensor], made: list[torch.Tensor], weights: Container[int]
+) -> OperationCounts | None:
     """None for what moves nothing: views, and the questions that only look at a tensor."""
     name = func._schema.name.removeprefix("aten::")
     if name in ("mm", "addmm", "bmm", "baddbmm"):
-        return _product(made[0], given[1 if name.startswith(("add", "badd")) else 0])
+        left, right = given[1:3] if name.startswith(("add", "badd")) else given[:2]
+        return _product(left, right, any(_address(tensor) in weights for tensor in given))
     if name.startswith("_scaled_dot_product"):
         return _attention(given, backward=name.endswith("backward"))
     memories = {_address(tensor) for tensor in given}
@@ -165,11 +169,12 @@ def _counts(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> O
     return OperationCounts(pointwise=float(_moved(name, given, new)), operations=1)
 
 
-def _product(output: torch.Tensor, left: torch.Tensor) -> OperationCounts:
-    counts = OperationCounts(operations=1)
-    times = output.shape[0] if output.ndim == 3 else 1
-    counts.matmuls[(output.shape[-2], left.shape[-1], output.shape[-1])] += times
-    return counts
+def _product(left: torch.Tensor, right: torch.Tensor, of_weight: bool) -> OperationCounts:
+    """Of rows with a weight, or else that of two activations which gives the weight's gradient."""
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    rows, sides = (m, (k, n)) if of_weight else (k, (m, n))
+    flops = 2 * m * k * n * (left.shape[0] if left.ndim == 3 else 1)
+    return OperationCounts(Counter({(rows, math.sqrt(sides[0] * sides[1])): flops}), operations=1)
 
 
 def _attention(given: list[torch.Tensor], backward: bool) -> OperationCounts:

@@ -55,7 +55,9 @@ class Accelerator(_Part):
 
 
 class MatmulRate(_Part):
-    """Of ``(rows, width) @ (width, width)`` on all the cores of the node, or on one device."""
+    """Of ``rows`` through weights from width/2 to 2 ``width`` and back, as in an MLP, forward and backward: on all the
+    cores of the node, or on one device.
+    """
 
     rows: PositiveInt
     width: PositiveInt
@@ -79,10 +81,13 @@ class ComputeRates(_Part):
     operation_s: float = Field(default=0.0, ge=0)
     """Seconds that an operation takes however small it is."""
 
-    def matmul_flops(self, m: float, k: float, n: float) -> float:
-        """The rate of ``(m, k) @ (k, n)``, from the four known sizes that are nearest to it."""
-        at = _place(m, k, n)
-        near = sorted((math.dist(at, _place(r.rows, r.width, r.width)), r.flops) for r in self.matmul)[:4]
+    def matmul_flops(self, rows: float, width: float) -> float:
+        """The rate of ``rows`` through a weight whose sides have the geometric mean ``width``: from the four known
+        sizes that are nearest by the logarithm.
+        """
+        near = sorted((math.hypot(math.log(r.rows / rows), math.log(r.width / width)), r.flops) for r in self.matmul)[
+            :4
+        ]
         if near[0][0] < 1e-6:
             return near[0][1]
         weights = [1 / distance**2 for distance, _ in near]
@@ -91,12 +96,6 @@ class ComputeRates(_Part):
     def attention_flops(self, length: float) -> float:
         """The rate over sequences of ``length``."""
         return _between([(rate.length, rate.flops) for rate in self.attention], length)
-
-
-def _place(m: float, k: float, n: float) -> tuple[float, float]:
-    """Of a product among others: the logarithms of its smallest dimension and of the mean of the other two."""
-    small, middle, large = sorted((m, k, n))
-    return math.log(small), math.log(middle * large) / 2
 
 
 class Drive(_Part):
@@ -142,6 +141,8 @@ class MachineProfile(_Part):
     adam: dict[PositiveInt, PositiveFloat] = Field(min_length=1)
     """Parameters updated by so many threads: bf16 training state, casts included."""
     drives: tuple[Drive, ...] = ()
+    gradients: PositiveFloat | None = None
+    """Gradients taken over from autograd with their squares on all cores, in parameters; None: as elementwise work."""
     striped: Drive | None = None
     """All drives together, where there are several and it was measured."""
     network: Network | None = None

@@ -11,12 +11,12 @@ from tierzero.planner.machine import ComputeRates
 
 @dataclass(frozen=True)
 class OperationCounts:
-    """``matmuls``: how often a product of ``(m, k) @ (k, n)`` is done, by ``(m, k, n)``. ``attention``: floating-point
-    operations of fused attention, as if it were not causal, by the length of the sequence. ``pointwise``: bytes that
-    all else reads and writes. ``operations``: how many there are.
+    """``matmuls``: floating-point operations of products, by the rows that go through a weight and the geometric mean
+    of its sides. ``attention``: those of fused attention, as if it were not causal, by the length of the sequence.
+    ``pointwise``: bytes that all else reads and writes. ``operations``: how many there are.
     """
 
-    matmuls: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    matmuls: Counter[tuple[int, float]] = field(default_factory=Counter)
     attention: Counter[int] = field(default_factory=Counter)
     pointwise: float = 0.0
     operations: int = 0
@@ -32,13 +32,11 @@ class OperationCounts:
     @property
     def flops(self) -> float:
         """Floating-point operations of products and attention."""
-        return sum(2.0 * m * k * n * times for (m, k, n), times in self.matmuls.items()) + sum(self.attention.values())
+        return float(sum(self.matmuls.values()) + sum(self.attention.values()))
 
     def seconds(self, rates: ComputeRates) -> float:
         """Alone on the machine, one operation after another."""
-        products = sum(
-            times * 2.0 * m * k * n / rates.matmul_flops(m, k, n) for (m, k, n), times in self.matmuls.items()
-        )
+        products = sum(flops / rates.matmul_flops(*size) for size, flops in self.matmuls.items())
         attention = sum(flops / rates.attention_flops(length) for length, flops in self.attention.items())
         return products + attention + self.pointwise / rates.pointwise_bytes + self.operations * rates.operation_s
 

@@ -30,6 +30,8 @@ def _case(size: str, batch: int, seq_len: int, **sections: Any) -> dict[str, dic
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "host": _case("125m", 4, 256, placement=_HOST),
     "host, no recompute": _case("125m", 8, 256, placement=_HOST, activations={"recompute": "none"}),
+    "host, 256 tokens": _case("125m", 4, 64, placement=_HOST),
+    "host, 4096 tokens": _case("125m", 16, 256, placement=_HOST),
     "nvme, 256 tokens": _case("125m", 4, 64, placement=_NVME),
     "nvme, 1024 tokens": _case("125m", 4, 256, placement=_NVME),
     "nvme, 4096 tokens": _case("125m", 16, 256, placement=_NVME),

@@ -10,6 +10,8 @@ import psutil
 import torch
 
 from tierzero.optim.formats import state_format
+from tierzero.optim.gradient import accumulate
+from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
 from tierzero.profiling.adam_bench import Tiles, in_shares
 from tierzero.profiling.bench.timing import Progress, Spread, rate
@@ -25,17 +27,25 @@ _LARGER_THAN_CACHES = 256 << 20
 
 @dataclass(frozen=True)
 class AdamReport:
-    """Parameters per second by threads, on state of ``numel`` parameters."""
+    """Parameters per second by threads, on state of ``numel`` parameters. ``gradients``: parameters whose gradient is
+    taken over from autograd, with the sum of squares, on all cores.
+    """
 
     numel: int
     by_threads: dict[int, Spread]
+    gradients: Spread
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         rows = [
             {"threads": threads, "parameters_per_s": spread.as_json()} for threads, spread in self.by_threads.items()
         ]
-        return {"parameters": self.numel, "bytes_per_parameter": BYTES, "rows": rows}
+        return {
+            "parameters": self.numel,
+            "bytes_per_parameter": BYTES,
+            "rows": rows,
+            "gradients_per_s": self.gradients.as_json(),
+        }
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -56,10 +66,12 @@ def measure(cores: int, seconds: float, progress: Progress) -> AdamReport:
     state = Tiles.drawn(numel, tile)
     found = {}
     for number, threads in enumerate(counts):
-        progress(f"{threads} threads", number / len(counts))
+        progress(f"{threads} threads", number / (len(counts) + 1))
         with ThreadPoolExecutor(threads) as executor:
             run = in_shares(executor, threads, len(state.tiles), state.update)
-            found[threads] = rate(run, len(state.tiles) * tile, seconds / len(counts))
+            found[threads] = rate(run, len(state.tiles) * tile, seconds / (len(counts) + 1))
+    progress("gradients", len(counts) / (len(counts) + 1))
+    gradients = _gradients(state, cores, seconds / (len(counts) + 1))
     measured = len(state.tiles) * tile
     notes = []
     if measured * BYTES < _LARGER_THAN_CACHES:
@@ -67,4 +79,16 @@ def measure(cores: int, seconds: float, progress: Progress) -> AdamReport:
             f"adam: a short run on {measured * BYTES / 1e6:.0f} MB of state, part of which the caches may hold; "
             "give it more --seconds for rates from memory"
         )
-    return AdamReport(measured, found, tuple(notes))
+    return AdamReport(measured, found, gradients, tuple(notes))
+
+
+def _gradients(state: Tiles, cores: int, seconds: float) -> Spread:
+    """Each tile's is taken over from other memory, as autograd hands it over."""
+    with ThreadPoolExecutor(max(1, cores - 1)) as executor:
+
+        def take_over() -> None:
+            for weight, *_, gradient in state.tiles:
+                accumulate(gradient, weight, overwrite=True, threads=cores, executor=executor)
+
+        warm_up_gradients(torch.bfloat16, torch.bfloat16)
+        return rate(take_over, sum(tile[0].numel() for tile in state.tiles), seconds)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tierzero.profiling.bench.timing import Progress, Spread, rate, together
 
 ROWS = (64, 256, 1024, 4096)
-WIDTHS = (256, 768, 2048)
+WIDTHS = (512, 1536, 4096)
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _HEAD = 64
 _LENGTHS = (64, 256, 1024)
@@ -29,7 +29,7 @@ _DRAWN = 1 << 20
 
 @dataclass(frozen=True)
 class MatmulFigure:
-    """Operations per second of ``(rows, width) @ (width, width)`` and of the two products of its backward."""
+    """Operations per second of ``rows`` through an MLP from width/2 to 2 ``width`` and back, and of its backward."""
 
     rows: int
     width: int
@@ -161,24 +161,28 @@ def _products(
     for number, (r, w) in enumerate(sizes):
         progress(f"{r} x {w}", 0.6 * number / len(sizes))
         left = where.seconds - (time.perf_counter() - started)
-        # Three products, each called three times at least, at the best rate so far.
-        needed = 9 * 2.0 * r * w**2 / max(figure.flops.high for figure in found) if found else 0.0
+        # Six products, each called three times at least, at the best rate so far.
+        needed = 18 * 2.0 * r * w**2 / max(figure.flops.high for figure in found) if found else 0.0
         if needed > max(left, 0.2 * where.seconds):
             left_out.append((r, w))
             continue
-        found.append(MatmulFigure(r, w, _three_products(where, r, w, max(left, 0.0) / (len(sizes) - number))))
+        found.append(MatmulFigure(r, w, _mlp_products(where, r, w, max(left, 0.0) / (len(sizes) - number))))
     return found, left_out
 
 
-def _three_products(where: _Where, rows: int, width: int, seconds: float) -> Spread:
-    flops = 2.0 * rows * width**2
-    inputs, grads, weights = where.many(rows, width), where.many(rows, width), where.many(width, width)
+def _mlp_products(where: _Where, rows: int, width: int, seconds: float) -> Spread:
+    flops, small, large = 2.0 * rows * width**2, width // 2, 2 * width
+    narrow, wide = where.many(rows, small), where.many(rows, large)
+    up, down = where.many(large, small), where.many(small, large)
     ways = (
-        lambda: F.linear(next(inputs), next(weights)),
-        lambda: next(grads).mm(next(weights)),
-        lambda: next(grads).t().mm(next(inputs)),
+        lambda: F.linear(next(narrow), next(up)),
+        lambda: F.linear(next(wide), next(down)),
+        lambda: next(narrow).mm(next(down)),
+        lambda: next(wide).mm(next(up)),
+        lambda: next(narrow).t().mm(next(wide)),
+        lambda: next(wide).t().mm(next(narrow)),
     )
-    return together((flops, where.rate(way, flops, seconds / 3)) for way in ways)
+    return together((flops, where.rate(way, flops, seconds / len(ways))) for way in ways)
 
 
 def _attention(where: _Where, length: int, seconds: float) -> Spread:

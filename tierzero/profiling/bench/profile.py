@@ -42,6 +42,7 @@ def machine_profile(results: Results) -> MachineProfile:
         device=_device(link.device),
         compute=_compute(compute),
         adam={threads: spread.median for threads, spread in adam.by_threads.items()},
+        gradients=adam.gradients.median,
         drives=drives,
         striped=striped,
         network=_network(results.collective),

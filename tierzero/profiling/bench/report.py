@@ -117,6 +117,7 @@ def _adam(report: AdamReport | None) -> Iterator[str]:
     yield f"adam  bf16 training state of {report.numel / 1e6:.0f} M parameters"
     rows = [(str(n), _giga(spread.median)) for n, spread in report.by_threads.items()]
     yield from aligned([("threads", "Gparam/s"), *rows])
+    yield f"gradients taken over at {_giga(report.gradients.median)} Gparam/s"
 
 
 def _link(report: LinkReport | None) -> Iterator[str]:
@@ -135,7 +136,7 @@ def _compute(report: ComputeReport | None) -> Iterator[str]:
         assert report is not None
         yield ""
         where = f"{report.threads} threads" if report.device == "cpu" else report.device
-        yield f"compute  {dtype} on {where}: products of (rows, width) @ (width, width), Gflop/s"
+        yield f"compute  {dtype} on {where}: rows through weights from width/2 to 2 width and back, Gflop/s"
         widths = sorted({figure.width for figure in figures.matmul})
         known = {(figure.rows, figure.width): f"{figure.flops.median / 1e9:,.0f}" for figure in figures.matmul}
         rows = [
