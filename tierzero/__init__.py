@@ -32,6 +32,7 @@ from tierzero.errors import (
 from tierzero.optim.clip import clip_grad_norm_
 from tierzero.optim.optimizer import Adam, AdamW
 from tierzero.optim.scaler import LossScaler
+from tierzero.record import Recording, record
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "NotResidentError",
     "RankLostError",
     "RankMismatchError",
+    "Recording",
     "TierError",
     "TierZeroError",
     "__version__",
@@ -63,6 +65,7 @@ __all__ = [
     "load_checkpoint",
     "load_safetensors",
     "read_state",
+    "record",
     "resume",
     "save_checkpoint",
     "seal",

@@ -6,7 +6,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from .config import Config
 from .data import DataSplit, open_data
 from .errors import CheckpointError, ConfigError
 from .models import GPT, bundled_model
+from .record import Recording, record
+from .record.files import check_folder
 from .training import checkpoints, ranks
 from .training.memory import peak_rss_bytes
 from .training.metrics import Measured, MetricsFile, Record, check_writable, combine
@@ -60,6 +63,8 @@ def prepare(config: Config, resume: str | None = None) -> Job:
     data = open_data(config)
     if own.first and config.log.metrics is not None:
         check_writable(config.log.metrics)
+    if config.log.dir is not None:
+        check_folder(config.log.dir)
     if own.first:
         checkpoints.check_directory(config)
     found = checkpoints.to_resume(config, resume)
@@ -196,16 +201,21 @@ class Run:
         progress = open_progress(train.steps, self.start, self.config.log.every) if first else Silent()
         validation = None
         try:
-            for record in self.steps():
-                self.totals.add(record)
-                progress.show(record)
-                if metrics is not None:
-                    metrics.write(record)
-                self._checkpoint(record.step, progress)
-                if record.step == train.steps or (train.validation_every and record.step % train.validation_every == 0):
-                    validation = self.validate()
-                    if validation is not None:
-                        progress.note(f"step {record.step}/{train.steps}  validation loss {validation:.4f}")
+            with self._recording() as recording:
+                for found in self.steps():
+                    self.totals.add(found)
+                    progress.show(found)
+                    if metrics is not None:
+                        metrics.write(found)
+                    if recording is not None:
+                        recording.log(asdict(found))
+                    self._checkpoint(found.step, progress)
+                    if found.step == train.steps or (
+                        train.validation_every and found.step % train.validation_every == 0
+                    ):
+                        validation = self.validate()
+                        if validation is not None:
+                            progress.note(f"step {found.step}/{train.steps}  validation loss {validation:.4f}")
         finally:
             progress.close()
             if metrics is not None:
@@ -215,6 +225,12 @@ class Run:
         self._finish(validation)
         self._discard_sealed()
         return validation
+
+    def _recording(self) -> AbstractContextManager[Recording | None]:
+        log = self.config.log
+        if log.dir is None or self.start >= self.config.train.steps:
+            return nullcontext()
+        return record(self.model, log.dir, steps=self.start, timeline=log.timeline, config=self.config)
 
     def _discard_sealed(self) -> None:
         """At the end of the run its last checkpoint is all that is needed; a run that was killed before it has none."""

@@ -35,6 +35,7 @@ from tierzero.checkpoint.writer import RankWriter
 from tierzero.errors import CheckpointError, ConfigError, TierZeroError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
+from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, slot_of
 from tierzero.tiers import PAGE, Priority
 from tierzero.tiers.file import sync_path
@@ -65,6 +66,18 @@ def save_checkpoint(
     """
     runtime = runtime_of(model)
     runtime.require_open()
+    with runtime.timeline.phase(Kind.CHECKPOINT):
+        _save(runtime, model, optimizer, path, extra, background)
+
+
+def _save(
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | os.PathLike[str],
+    extra: dict[str, Any] | None,
+    background: bool,
+) -> None:
     finish_checkpoint(model)
     target = Path(os.path.realpath(path))  # a link to a checkpoint stays one
     together(runtime, target, "write it", lambda: check_saved(runtime, optimizer, extra))
@@ -88,7 +101,8 @@ def finish_checkpoint(model: nn.Module) -> None:
     save = runtime.saving
     if isinstance(save, _Save):
         try:
-            save.finish()
+            with runtime.timeline.phase(Kind.CHECKPOINT):
+                save.finish()
         except BaseException:
             save.abandon()
             raise

@@ -17,6 +17,7 @@ from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.sealing import Sealer
+from tierzero.runtime.spans import Kind
 
 
 def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]) -> None:
@@ -40,9 +41,10 @@ def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[
         "rng": rng_state(runtime),
         "buffers": {name: _as_text(buffer) for name, buffer in persistent_buffers(model)},
     }
-    sealer.mark(content)
-    if runtime.overlap != "forward":
-        sealer.complete()
+    with runtime.timeline.phase(Kind.SEAL):
+        sealer.mark(content)
+        if runtime.overlap != "forward":
+            sealer.complete()
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:

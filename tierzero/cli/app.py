@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, checkpoints, import_config, plan
+from . import bench, checkpoints, import_config, plan, report
 from .failures import reported, usage_errors
 from .values import size
 
@@ -24,6 +24,7 @@ bench.add_to(app)
 checkpoints.add_to(app)
 import_config.add_to(app)
 plan.add_to(app)
+report.add_to(app)
 
 
 def _version(wanted: bool) -> None:

@@ -185,6 +185,9 @@ class Config(BaseModel):
             text = "checkpoint.every is set but checkpoint.dir is not: set checkpoint.dir to a folder"
             yield ("checkpoint.every",), text
 
+        if self.log.timeline and self.log.dir is None:
+            yield ("log.timeline",), "log.timeline is set but log.dir is not: set log.dir to a folder for the record"
+
         if self.checkpoint.durable:
             yield from self._durable_problems()
 

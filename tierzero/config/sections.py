@@ -260,7 +260,14 @@ class LogSection(Section):
         None,
         "File that gets one JSON object per step. A resumed run appends, a new one starts over. Left out: none.",
     )
-    timeline: Annotated[bool, choice(False, later=(True,))] = key(
-        False, "Record a timeline of every step; not available in this version."
+    dir: Annotated[Path | None, path()] = key(
+        None,
+        "Folder of the run's record, for tierzero report. A resumed run goes on in it, a new one starts over. Left "
+        "out: none.",
+    )
+    timeline: Annotated[bool, flag()] = key(
+        False,
+        "Record in log.dir where each step's time went, and the timelines of the first steps, the newest and each "
+        "hundredth.",
     )
     every: Annotated[int, whole(1, 10**9)] = key(1, "Steps between progress lines where there is no terminal.")

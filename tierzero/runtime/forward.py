@@ -141,6 +141,8 @@ class SavedWeights:
                 f"the weights of unit {group.unit.title!r} were updated between this forward and its backward; "
                 "call backward before optimizer.step(), or run the forward again"
             )
+        if self._pager.timeline.on:
+            self._pager.timeline.in_backward(group.unit.index)
         return self._pager.demand(group.unit)[group.index]
 
 
@@ -170,6 +172,8 @@ def _in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
     gathered = runtime.pager.demand(unit)
     lent: list[_Lent] = []
     around = unit.active
+    timeline = runtime.timeline
+    depth = timeline.enter_forward(unit.index) if timeline.on and around == 0 else 0
     try:
         unit.active = around + 1
         if around == 0:
@@ -182,6 +186,8 @@ def _in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
         _refuse_changes(runtime, unit, lent)
     finally:
         unit.active = around
+        if depth:
+            timeline.leave(depth)
         if around == 0:
             _put_away(runtime, unit)
 

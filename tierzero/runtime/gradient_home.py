@@ -10,6 +10,7 @@ import torch
 
 from tierzero.optim.gradient import accumulate, sum_of_squares
 from tierzero.runtime.device import Device, Event
+from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState
 from tierzero.runtime.tile_io import Parts, TileIO, all_or_first_error
 from tierzero.sharding.collectives import Collectives
@@ -121,11 +122,13 @@ class GradientHome:
         return collectives.submit_reduce(unit.index, reduce_and_put_away)
 
     def _reduce(self, collectives: Collectives, bucket: Bucket) -> None:
-        group = bucket.group
-        if group.layout.parts == 1:
-            collectives.all_reduce_mean(bucket.flat)
-            return
-        collectives.reduce_scatter_mean(bucket.shard, bucket.flat)
+        group, alone = bucket.group, bucket.group.layout.parts == 1
+        kind = Kind.ALL_REDUCE if alone else Kind.REDUCE_SCATTER
+        with self._tile_io.timeline.span(kind, group.unit.index, group.index, nbytes=bucket.flat.nbytes):
+            if alone:
+                collectives.all_reduce_mean(bucket.flat)
+            else:
+                collectives.reduce_scatter_mean(bucket.shard, bucket.flat)
 
     @staticmethod
     def _zero_gaps(bucket: Bucket) -> None:
@@ -141,7 +144,9 @@ class GradientHome:
         try:
             self._device.wait(ready)
             for bucket, arrivals in work:
-                await self._put_away(bucket, arrivals)
+                nbytes, unit = bucket.shard.nbytes, bucket.group.unit.index
+                with self._tile_io.timeline.span(Kind.GRADIENTS, unit, bucket.group.index, nbytes=nbytes):
+                    await self._put_away(bucket, arrivals)
         finally:
             for bucket, _ in work:
                 self._pool.release(bucket.buffer)
@@ -215,13 +220,15 @@ class GradientHome:
         begin = bucket.shard_offset + tile.span.start * group.grad_dtype.itemsize
         length = page_round(home.nbytes)
         if self._device.is_host and begin % PAGE == 0 and begin + length <= bucket.buffer.capacity:
-            await self._store.write([home.stored], bucket.buffer.memory(begin, length), Priority.WRITE_BACK)
+            with self._tile_io.timing(Kind.PAGE_OUT, group, tile, length):
+                await self._store.write([home.stored], bucket.buffer.memory(begin, length), Priority.WRITE_BACK)
             return
         staging = await self._tile_io.staging.acquire(length)
         try:
             event = self._device.copy_out(staging.view(group.grad_dtype, tile.span.numel), part, self._device.now())
             await self._engine.call(event.synchronize)
-            await self._store.write([home.stored], staging.memory(0, length), Priority.WRITE_BACK)
+            with self._tile_io.timing(Kind.PAGE_OUT, group, tile, length):
+                await self._store.write([home.stored], staging.memory(0, length), Priority.WRITE_BACK)
         finally:
             self._tile_io.staging.release(staging)
 

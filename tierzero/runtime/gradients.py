@@ -301,7 +301,8 @@ class Gradients:
         if future is None:
             return
         try:
-            with self._stalls.waiting("gather" if self._collectives is not None else "nvme_write"):
+            kind = "gather" if self._collectives is not None else "nvme_write"
+            with self._stalls.waiting(kind, unit=unit):
                 future.result()
         finally:
             if future.done():  # else an interrupt: it is still on its way

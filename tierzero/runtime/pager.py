@@ -24,8 +24,10 @@ import torch
 
 from tierzero.errors import BudgetError
 from tierzero.runtime.device import Device, Event
+from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import Gathered, GroupState, UnitState
 from tierzero.runtime.stats import Stalls
+from tierzero.runtime.timeline import Timeline
 from tierzero.runtime.trace import AccessTrace
 from tierzero.runtime.update import Destination, Updater
 from tierzero.sharding.collectives import Collectives
@@ -76,7 +78,9 @@ class Pager:
         stalls: Stalls,
         reads_ahead: bool = False,
         kept: Collection[int] = (),
+        timeline: Timeline | None = None,
     ) -> None:
+        self.timeline = timeline or Timeline()
         self._kept = kept
         self._reads_ahead = reads_ahead
         self._units = units
@@ -229,7 +233,8 @@ class Pager:
             for event in (after, *local.result()):
                 self._device.wait(event)
             shard = gathered.flat.narrow(0, group.shard_start, group.layout.shard_numel)
-            collectives.all_gather(gathered.flat, shard)
+            with self.timeline.span(Kind.ALL_GATHER, group.unit.index, group.index, nbytes=gathered.flat.nbytes):
+                collectives.all_gather(gathered.flat, shard)
             return [self._device.now()]
 
         return work
@@ -241,7 +246,7 @@ class Pager:
             "gather" if self._collectives is not None and any(g.layout.parts > 1 for g in unit.groups) else "nvme_read"
         )
         try:
-            with self._stalls.waiting(kind, self._updater.room):
+            with self._stalls.waiting(kind, self._updater.room, unit.index):
                 events = [event for done in fetch.done for event in done.result()]
         except BaseException:
             self._abandon(record, fetch)

@@ -27,9 +27,11 @@ from tierzero.runtime.gradients import Gradients
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.pending import PendingUpdates
 from tierzero.runtime.sealing import LastingFiles, Sealer
+from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, SlotState, UnitState, slot_of
 from tierzero.runtime.stats import Counters, Stalls
 from tierzero.runtime.tile_io import TileIO
+from tierzero.runtime.timeline import Timeline
 from tierzero.runtime.update import Updater
 from tierzero.runtime.whole_state import WholeState
 from tierzero.sharding.collectives import Collectives, World
@@ -75,8 +77,9 @@ class Runtime:
         self.collectives = parts.collectives
         self.overlap = parts.overlap
         self.input_dtype = parts.input_dtype
-        self.stalls = Stalls()
-        self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device)
+        self.timeline = Timeline()
+        self.stalls = Stalls(self.timeline)
+        self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device, self.timeline)
         self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device, parts.plan.staging_tile)
         self.pager = Pager(
             units,
@@ -89,6 +92,7 @@ class Runtime:
             self.stalls,
             reads_ahead=parts.overlap != "backward",
             kept=parts.kept,
+            timeline=self.timeline,
         )
         self.gradients = Gradients(
             units,
@@ -167,9 +171,12 @@ class Runtime:
         self.engine.check()
         if torch._C._current_graph_task_id() == -1:
             self.gradients.recover()
+            self.timeline.close_backward()
         if self._between_steps and torch.is_grad_enabled():
             # Bytes are counted from step to step, as the next one's reads begin early; time is the step's own.
             self._step_began, self._between_steps = self.counters(), False
+            if self.timeline.on:
+                self.timeline.begin_step()
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """fp32 tensors among the model's inputs in the dtype that the model was converted to."""
@@ -200,6 +207,10 @@ class Runtime:
 
     def grad_norm(self) -> float:
         """The 2-norm of all gradients over ranks and tiers, unscaled, as clipped so far. Every rank must call it."""
+        with self.timeline.phase(Kind.GRADIENT_NORM):
+            return self._grad_norm()
+
+    def _grad_norm(self) -> float:
         self._collect_gradients()
         squares = sum(slot.sum_of_squares * slot.clip_factor**2 for slot in self.slots() if slot.has_grad)
         if self.collectives is not None and self.groups()[0].layout.parts > 1:
@@ -236,7 +247,10 @@ class Runtime:
         Returns False when a non-finite gradient of scaled training skipped it.
         """
         self.require_open()
-        slots = list(slots)
+        with self.timeline.phase(Kind.OPTIMIZER_STEP):
+            return self._step(hyper_of, list(slots))
+
+    def _step(self, hyper_of: HyperOf, slots: list[SlotState]) -> bool:
         self.updates.anticipation.confirm(hyper_of, slots)
         self.updates.settle_early()
         self.engine.check()
@@ -275,6 +289,8 @@ class Runtime:
         now = self.counters()
         self.last_step, self._step_start = now.since(self._step_start, self._step_began), now
         self._between_steps = True
+        if self.timeline.on:
+            self.timeline.end_step()
 
     def check_use(self) -> None:
         """Refuses a use of weights that a backward has updated already and no step has confirmed."""

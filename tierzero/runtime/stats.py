@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
+from tierzero.runtime.timeline import Timeline
+
 STALL_KINDS = ("nvme_read", "nvme_write", "gather", "optimizer", "host_budget")
 
 
@@ -34,13 +36,14 @@ class RoomClock:
 class Stalls:
     """Seconds that the training thread spent waiting, by what for. Nested waits count once, for the outermost."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
         self.seconds = dict.fromkeys(STALL_KINDS, 0.0)
+        self._timeline = timeline or Timeline()
         self._depth = 0
 
     @contextmanager
-    def waiting(self, kind: str, room: RoomClock | None = None) -> Iterator[None]:
-        """What of the wait ``room`` counts is a wait for ``host_budget``."""
+    def waiting(self, kind: str, room: RoomClock | None = None, unit: int = -1) -> Iterator[None]:
+        """What of the wait ``room`` counts is a wait for ``host_budget``. ``unit``: whom it is for, if any."""
         started, before = time.perf_counter(), room.seconds() if room is not None else 0.0
         self._depth += 1
         try:
@@ -48,10 +51,13 @@ class Stalls:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                elapsed = time.perf_counter() - started
+                ended = time.perf_counter()
+                elapsed = ended - started
                 for_room = min(elapsed, room.seconds() - before) if room is not None else 0.0
                 self.seconds["host_budget"] += for_room
                 self.seconds[kind] += elapsed - for_room
+                if self._timeline.on:
+                    self._timeline.stalled(kind, unit, started, ended, for_room)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import reduce
@@ -22,8 +22,10 @@ import torch
 
 from tierzero.errors import TierError
 from tierzero.runtime.device import Device, Event
+from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, Home, Tile
 from tierzero.runtime.stats import RoomClock
+from tierzero.runtime.timeline import Timeline
 from tierzero.tiers import Buffer, Lease, MemoryPool, Priority, Request, Residency, Tier, TieredStore, page_round
 
 
@@ -74,7 +76,10 @@ class _Ahead:
 class TileIO:
     """Opens, closes and writes back tiles. Its coroutines run on the engine's loop."""
 
-    def __init__(self, store: TieredStore, staging: MemoryPool, device: Device) -> None:
+    def __init__(
+        self, store: TieredStore, staging: MemoryPool, device: Device, timeline: Timeline | None = None
+    ) -> None:
+        self.timeline = timeline or Timeline()
         self._store = store
         self.staging = staging
         self._device = device
@@ -147,7 +152,7 @@ class TileIO:
     ) -> OpenTile:
         """A failure is the engine's, as that of a write-back, and of whoever opens the tile."""
         try:
-            await self._read_state(opened, state, places, request.priority, request)
+            await self._read_state(opened, state, places, request.priority, request, Kind.READ_AHEAD)
         except BaseException:
             self.close(opened)
             raise
@@ -235,7 +240,8 @@ class TileIO:
         if files:
             assert opened.staging is not None
             start, length = places[id(files[0])], sum(page_round(home.nbytes) for home in files)
-            await self._store.write([home.stored for home in files], opened.staging.memory(start, length), priority)
+            with self.timing(Kind.PAGE_OUT, opened.group, opened.tile, length):
+                await self._store.write([home.stored for home in files], opened.staging.memory(start, length), priority)
 
     def copy_mirrors(self, opened: OpenTile) -> list[Event]:
         """Begins to copy what was changed in staged copies of device memory back there. Compute and copies that are
@@ -267,7 +273,8 @@ class TileIO:
             try:
                 if opened.lease is not None:
                     opened.lease.mark_dirty()
-                    await self._store.page_out(opened.lease, priority)
+                    with self.timing(Kind.PAGE_OUT, opened.group, opened.tile, _nbytes_of_state(opened.tile)):
+                        await self._store.page_out(opened.lease, priority)
                     opened.lease = None
             finally:
                 for event in copies:
@@ -303,6 +310,10 @@ class TileIO:
             staging, opened.staging = opened.staging, None
             self.room.change(holding=-1)
             self.staging.release(staging)
+
+    def timing(self, kind: Kind, group: GroupState, tile: Tile, nbytes: int) -> AbstractContextManager[object]:
+        """Around something that is done with a tile, for the timeline."""
+        return self.timeline.span(kind, group.unit.index, group.index, tile.span.index, nbytes)
 
     async def _acquire(self, nbytes: int) -> Buffer:
         self.room.change(waiting=1)
@@ -358,19 +369,22 @@ class TileIO:
         places: dict[int, int],
         priority: Priority,
         request: Request | None = None,
+        kind: Kind = Kind.PAGE_IN,
     ) -> None:
         assert opened.staging is not None
         start = places[id(homes[0])]
         length = sum(page_round(home.nbytes) for home in homes)
         # The homes of one tile lie one after another in the file and in the staging buffer: this is one request.
-        opened.lease = await self._store.page_in(
-            [home.stored for home in homes], opened.staging.memory(start, length), priority, request
-        )
+        with self.timing(kind, opened.group, opened.tile, length):
+            opened.lease = await self._store.page_in(
+                [home.stored for home in homes], opened.staging.memory(start, length), priority, request
+            )
 
     async def _read_gradient(self, opened: OpenTile, home: Home, start: int, priority: Priority) -> None:
         assert opened.staging is not None
         memory = opened.staging.memory(start, page_round(home.nbytes))
-        opened.extra = await self._store.page_in([home.stored], memory, priority)
+        with self.timing(Kind.PAGE_IN, opened.group, opened.tile, len(memory)):
+            opened.extra = await self._store.page_in([home.stored], memory, priority)
 
     def _bind(self, group: GroupState, opened: OpenTile, kind: Parts, home: Home, place: int | None) -> None:
         numel = opened.tile.span.numel
@@ -395,6 +409,12 @@ class TileIO:
 
 def _is_ahead(kind: Parts, home: Home) -> bool:
     return kind in Parts.STATE and home.tier is Tier.NVME
+
+
+def _nbytes_of_state(tile: Tile) -> int:
+    """Bytes of it that a write-back writes."""
+    homes = [home for home in (tile.weight, tile.optimizer) if home is not None and home.tier is Tier.NVME]
+    return sum(page_round(home.nbytes) for home in homes)
 
 
 def _on_device(home: Home) -> bool:

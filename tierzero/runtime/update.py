@@ -21,6 +21,7 @@ from tierzero.optim.kernel import update as update_on_host
 from tierzero.optim.reference import update_reference
 from tierzero.planner.buffers import FEWEST_STAGING_TILES
 from tierzero.runtime.device import Device, Event
+from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, Home, Tile, UpdateSpec
 from tierzero.runtime.stats import RoomClock
 from tierzero.runtime.tile_io import OpenTile, Parts, TileIO
@@ -151,7 +152,7 @@ class Updater:
         try:
             await self._secure(tile, opened)
             started = time.perf_counter()
-            await self._engine.call(_run_kernel, group, opened, spec, segments)
+            await self._engine.call(self._run_kernel, opened, spec, segments)
             self._tile_io.release_gradient(opened)
             self.kernel_seconds += time.perf_counter() - started
             self.updated += sum(stop - start for start, stop, _ in segments)
@@ -165,6 +166,11 @@ class Updater:
             raise
         self._write_behind(opened, events)
         return events
+
+    def _run_kernel(self, opened: OpenTile, spec: UpdateSpec, segments: list[tuple[int, int, int]]) -> None:
+        moved = sum(part.nbytes for _, part in opened.segments())
+        with self._tile_io.timing(Kind.UPDATE, opened.group, opened.tile, moved):
+            _run_kernel(opened.group, opened, spec, segments)
 
     async def _secure(self, tile: Tile, opened: OpenTile | None) -> None:
         if self.before_change is not None:
@@ -199,12 +205,13 @@ class Updater:
             optimizer[part.name] = tile.optimizer.tensor(part.dtype, numel, skip)
             skip += numel * part.itemsize
         gradient = await self._gradient_on_device(group, tile)
-        for start, stop, index in segments:
-            parts = {name: values[start:stop] for name, values in optimizer.items()}
-            segment = spec.segments[index]
-            update_reference(
-                group.fmt, weight[start:stop], parts, gradient[start:stop], segment.hyper, segment.grad_scale
-            )
+        with self._tile_io.timing(Kind.UPDATE, group, tile, tile.weight.nbytes + tile.optimizer.nbytes):
+            for start, stop, index in segments:
+                parts = {name: values[start:stop] for name, values in optimizer.items()}
+                segment = spec.segments[index]
+                update_reference(
+                    group.fmt, weight[start:stop], parts, gradient[start:stop], segment.hyper, segment.grad_scale
+                )
         self.updated += sum(stop - start for start, stop, _ in segments)
         if destination is not None:
             destination.tensor(group.layout.dtype, numel, tile.span.start).copy_(weight)
@@ -244,9 +251,9 @@ class Updater:
         home = tile.weight
         begin = destination.offset + tile.span.start * group.layout.dtype.itemsize
         if self._fits_directly(destination, begin, home):
-            lease = await self._store.page_in(
-                [home.stored], destination.buffer.memory(begin, page_round(home.nbytes)), priority
-            )
+            memory = destination.buffer.memory(begin, page_round(home.nbytes))
+            with self._tile_io.timing(Kind.PAGE_IN, group, tile, len(memory)):
+                lease = await self._store.page_in([home.stored], memory, priority)
             lease.release()
             return []
         opened = await self._tile_io.open(group, tile, Parts.WEIGHT, priority)

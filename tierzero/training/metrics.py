@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import IO, Any
 import torch
 
 from ..errors import ConfigError
+from ..record.files import keep_steps, strict_json
 from . import ranks
 from .memory import peak_rss_bytes, rss_bytes
 
@@ -44,7 +43,7 @@ class Record:
 
     def to_json(self) -> str:
         """One line of strict JSON: a number that is not finite becomes null."""
-        return json.dumps(_finite(asdict(self)), allow_nan=False)
+        return strict_json(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,6 @@ class Measured:
     tokens: int
     step_s: float
     loss_scale: float | None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world_size: int) -> Record:
@@ -109,7 +102,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, resumed: int = 0) -> None:
         if resumed and path.exists():
-            _keep_steps(path, resumed)
+            keep_steps(path, resumed)
         self._file: IO[str] = open(path, "a" if resumed else "w", encoding="utf-8")  # noqa: SIM115 - open for the whole run
 
     def write(self, record: Record) -> None:
@@ -129,22 +122,3 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"log.metrics: cannot write {path}: {error.strerror or error}") from None
-
-
-def _keep_steps(path: Path, last: int) -> None:
-    """Cuts ``path`` off before the first record of a step after ``last``, or before a line that was not finished."""
-    with open(path, "r+b") as file:
-        end = 0
-        for line in file:
-            if not line.endswith(b"\n") or _step_of(line) > last:
-                break
-            end += len(line)
-        file.truncate(end)
-
-
-def _step_of(line: bytes) -> int:
-    """The step of a record; 0 for a line that is none, which is kept."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 0

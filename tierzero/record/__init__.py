@@ -1,0 +1,7 @@
+"""The record of a run in a folder: figures of every step, and the timelines of some. `docs/formats.md` describes it."""
+
+from __future__ import annotations
+
+from tierzero.record.recording import Recording, record
+
+__all__ = ["Recording", "record"]
