@@ -65,8 +65,8 @@ def clear_own(folder: Path, rank: int, ranks: int, after: int) -> None:
             continue
         if not after or (found[1] is not None and found[1] > after):
             path.unlink(missing_ok=True)
-    if after and rank_steps(folder, rank).exists():
-        keep_steps(rank_steps(folder, rank), after)
+        elif path.suffix == ".jsonl":
+            keep_steps(path, after)
 
 
 def keep_steps(path: Path, last: int) -> None:

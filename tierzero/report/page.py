@@ -141,8 +141,8 @@ def _timeline_section(data: dict[str, Any]) -> str:
             '<button id="closer" type="button">Zoom in</button>',
             '<button id="further" type="button">Zoom out</button>',
             '<button id="all" type="button">All</button></div>',
-            '<p class="soft">Drag to move; to zoom, turn the wheel with Ctrl, Command or Shift held, or click twice; on '
-            "the keyboard + - 0 and the arrows. Point at a span for its name, time and bytes. Page-in and page-out "
+            '<p class="soft">Drag to move; to zoom, turn the wheel with Ctrl, Command or Shift held, or click twice; '
+            "on the keyboard + - 0 and the arrows. Point at a span for its name, time and bytes. Page-in and page-out "
             "include the time in line for the drive.</p>",
             '<div class="lanes"><canvas id="lanes" tabindex="0" aria-label="Timeline of a step"></canvas></div>',
             '<ul class="legend" id="kinds"></ul>',

@@ -1,0 +1,144 @@
+"""Each rule of the words: the figures that it speaks up at, and those a little below them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tierzero.planner.machine import MachineProfile
+from tierzero.report.advice import RULES, Facts, findings
+from tierzero.report.figures import Figures, Step, typical
+
+MIB = 2**20
+COMPUTE = {"forward": 0.3, "backward": 0.6}
+
+
+def step(number: int, phases: dict[str, float], between: float = 0.0, **more: Any) -> Step:
+    figures = {
+        "read_bytes": 100.0 * MIB,
+        "write_bytes": 100.0 * MIB,
+        "drive_busy_s": 0.3,
+        "update_s": 0.1,
+        "comm_bytes": {},
+        "tier_bytes": {},
+        "peak_tier_bytes": {},
+    }
+    return Step(number, sum(phases.values()), between, phases, **(figures | more))
+
+
+def run(phases: dict[str, float], between: float = 0.0, steps: int = 5, **more: Any) -> Figures:
+    """A run whose every step takes a second: what ``phases`` leave of it is forward and backward."""
+    left = 1.0 - between - sum(phases.values())
+    filled = {"forward": left / 3, "backward": 2 * left / 3, **phases}
+    made = tuple(step(number, filled, between, **more) for number in range(1, steps + 1))
+    return Figures(made, 1, True, {"host": 1e9}, "forward")
+
+
+def profile(read: float, write: float, mixed: float) -> MachineProfile:
+    rates = {"matmul": [{"rows": 1, "width": 1, "flops": 1.0}], "attention_flops": 1.0, "pointwise_bytes": 1.0}
+    return MachineProfile.model_validate(
+        {
+            "name": "m",
+            "date": "",
+            "source": "",
+            "host": {"name": "h", "cores": 2, "memory_bytes": 1, "copy_bytes": 1.0},
+            "compute": {"bf16": rates},
+            "adam": {1: 1.0},
+            "drives": [{"name": "d", "read": read, "write": write, "mixed": mixed}],
+        }
+    )
+
+
+def rules(figures: Figures, machine: MachineProfile | None = None) -> list[str]:
+    return [finding.rule for finding in findings(figures, machine)]
+
+
+def texts(figures: Figures, machine: MachineProfile | None = None) -> str:
+    return "\n".join(finding.text for finding in findings(figures, machine))
+
+
+def test_a_run_that_only_computes_is_bound_by_that_alone() -> None:
+    assert rules(run({})) == ["computing"]
+    assert "that is the bound" in texts(run({}))
+    assert rules(run({"stall_nvme_read": 0.04, "other": 0.04})) == ["computing"]
+
+
+@pytest.mark.parametrize(
+    ("phases", "between", "rule", "key"),
+    [
+        ({"stall_nvme_read": 0.62}, 0.0, "staging", "tiers.host"),
+        ({"stall_host_budget": 0.06}, 0.0, "host budget", "Raise tiers.host (it came to 1.00 GB)"),
+        ({"stall_nvme_write": 0.06}, 0.0, "writing", "placement.gradients"),
+        ({"stall_gather": 0.06}, 0.0, "collectives", "sharding.min_unit"),
+        ({"stall_optimizer": 0.06}, 0.0, "waiting update", "tz.gathered"),
+        ({"recompute": 0.11}, 0.0, "recompute", 'activations.recompute = "none"'),
+        ({"optimizer_step": 0.06}, 0.0, "step call", "clip_grad_norm_"),
+        ({"other": 0.06}, 0.0, "outside", "no forward or backward"),
+        ({}, 0.06, "between", "checkpoint.async"),
+    ],
+)
+def test_each_cause_is_named_with_its_share_and_what_to_do(
+    phases: dict[str, float], between: float, rule: str, key: str
+) -> None:
+    share = next(iter(phases.values()), between)
+    found = {finding.rule: finding for finding in findings(run(phases, between))}
+    assert rule in found
+    assert found[rule].share == pytest.approx(share)
+    assert f"{100 * share:.0f} %" in found[rule].text
+    assert key in found[rule].text
+    small = dict.fromkeys(phases, 0.049)
+    assert rule not in rules(run(small, min(between, 0.049)))
+
+
+def test_the_largest_cause_comes_first() -> None:
+    found = rules(run({"stall_nvme_read": 0.5, "stall_gather": 0.3, "other": 0.1}))
+    assert found == ["staging", "collectives", "outside"]
+
+
+def test_waiting_for_page_in_depends_on_what_the_drive_does() -> None:
+    waiting = {"stall_nvme_read": 0.4}
+    assert "staging" in rules(run(waiting, drive_busy_s=0.79))
+    assert "drive" in rules(run(waiting, drive_busy_s=0.81))
+    assert "update" in rules(run(waiting, read_bytes=0.0))
+    # 100 MiB read and 100 MiB written in each second, against what the profile says.
+    fast, slow = profile(1e9, 1e9, 1000.0 * MIB), profile(1e9, 1e9, 220.0 * MIB)
+    assert "staging" in rules(run(waiting, drive_busy_s=0.9), fast)
+    assert "20 % of what the profile says" in texts(run(waiting), fast)
+    assert "drive" in rules(run(waiting, drive_busy_s=0.1), slow)
+    assert "91 % of what the profile says" in texts(run(waiting), slow)
+
+
+def test_bytes_beyond_the_mixture_count_at_their_own_rate() -> None:
+    figures = run({"stall_nvme_read": 0.4}, read_bytes=300.0 * MIB)
+    facts = Facts(figures, typical(figures.settled()), profile(400.0 * MIB, 9e9, 1000.0 * MIB))
+    assert facts.drive_use == pytest.approx(200 / 1000 + 200 / 400)
+
+
+def test_a_rank_that_the_others_wait_for_is_named() -> None:
+    figures = run({"stall_gather": 0.3})
+    uneven = replace(figures, ranks=3, gather_waits={0: 0.5, 1: 0.1, 2: 0.5})
+    assert "slow rank" in rules(uneven)
+    assert "Rank 1 waits least" in texts(uneven)
+    assert "collectives" in rules(replace(uneven, gather_waits={0: 0.5, 1: 0.3, 2: 0.5}))
+
+
+def test_without_overlap_the_advice_is_overlap() -> None:
+    figures = run({"stall_optimizer": 0.3})
+    assert 'optimizer.overlap = "forward"' in texts(replace(figures, overlap="none"))
+    assert 'optimizer.overlap = "forward"' not in texts(figures)
+
+
+def test_uneven_steps_are_noticed_and_the_first_two_do_not_count() -> None:
+    even, slow = step(1, COMPUTE), step(2, {name: 3 * seconds for name, seconds in COMPUTE.items()})
+    figures = run({})
+    start = replace(figures, steps=(slow, slow, *[even] * 20))
+    assert rules(start) == ["computing"]
+    assert "uneven" in rules(replace(figures, steps=(even, even, *[even] * 16, *[slow] * 4)))
+
+
+def test_every_rule_copes_with_a_single_empty_step() -> None:
+    figures = Figures((step(1, {}),), 1, False, {}, "")
+    facts = Facts(figures, typical(figures.settled()))
+    assert [rule(facts) for rule in RULES] == [None] * len(RULES)
