@@ -32,7 +32,7 @@ from tierzero.errors import (
 from tierzero.optim.clip import clip_grad_norm_
 from tierzero.optim.optimizer import Adam, AdamW
 from tierzero.optim.scaler import LossScaler
-from tierzero.record import Recording, record
+from tierzero.records import Recording, record
 
 __version__ = "0.1.0"
 

@@ -22,8 +22,8 @@ from .config import Config
 from .data import DataSplit, open_data
 from .errors import CheckpointError, ConfigError
 from .models import GPT, bundled_model
-from .record import Recording, record
-from .record.files import check_folder
+from .records import Recording, record
+from .records.files import check_folder
 from .training import checkpoints, ranks
 from .training.memory import peak_rss_bytes
 from .training.metrics import Measured, MetricsFile, Record, check_writable, combine

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierzero.record import files
+from tierzero.records import files
 from tierzero.report.build import build_report
 from tierzero.runtime.spans import SPAN, Kind
 from tierzero.runtime.timeline import PHASES

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tierzero.cli import main
+from tierzero.config import Config
 from tierzero.errors import ConfigError
-from tierzero.record.reading import read_run
+from tierzero.records.reading import read_run
 from tierzero.report.build import build_report
 from tierzero.report.figures import figures_of
+from tierzero.train import prepare, train
 
 from ..support.ranks import ROOT
 
@@ -60,12 +63,6 @@ RANKS = 2
 Json = dict[str, Any]
 
 
-def train(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *start, "-m", "tierzero", "train", str(folder / "run.toml"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the record."""
@@ -74,7 +71,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "nvme").mkdir()
     (folder / "text" / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
     (folder / "run.toml").write_text(CONFIG)
-    done = train(folder, ranks=RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += ["-m", "tierzero", "train", str(folder / "run.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -284,8 +283,10 @@ def test_a_resumed_run_goes_on_in_the_same_folder(trained: Path) -> None:
     again = folder / "again"
     shutil.copytree(trained, again)
     checkpoint = folder / "checkpoints" / "step-00000003"
-    done = train(folder, "--resume", str(checkpoint), "--set", f"log.dir={again}", "--steps", "4")
-    assert done.returncode == 0, done.stderr
+    settings = Config.load(folder / "run.toml").override([f"log.dir={again}", "train.steps=4"])
+    threads = torch.get_num_threads()
+    train(prepare(settings, str(checkpoint)))
+    torch.set_num_threads(threads)
     run = read_run(again)
     assert [list(rank.steps) for rank in run.ranks] == [[1, 2, 3, 4], [1, 2, 3]]
     assert list(run.logged) == [1, 2, 3, 4]

@@ -16,7 +16,7 @@ import torch
 
 import tierzero as tz
 from tierzero.models import bundled_model
-from tierzero.record.reading import mean, number, read_run
+from tierzero.records.reading import mean, number, read_run
 from tierzero.runtime.spans import Kind
 from tierzero.runtime.timeline import Timeline
 

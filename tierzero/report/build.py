@@ -10,7 +10,7 @@ from typing import Any
 
 from tierzero.errors import ConfigError
 from tierzero.planner.machine import MachineProfile
-from tierzero.record.reading import RunRecord, read_run
+from tierzero.records.reading import RunRecord, read_run
 from tierzero.report.advice import Finding, findings
 from tierzero.report.figures import Figures, figures_of, typical
 from tierzero.report.page import html_page

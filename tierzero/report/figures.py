@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from tierzero.record.reading import Line, RunRecord, mean, number
+from tierzero.records.reading import Line, RunRecord, mean, number
 from tierzero.runtime.stats import STALL_KINDS
 from tierzero.runtime.timeline import PHASES, STALLED
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from tierzero.record.reading import Line, RankRecord, number
+from tierzero.records.reading import Line, RankRecord, number
 from tierzero.runtime.spans import Kind
 
 LANES = ("step", "compute", "stall", "gather", "gradients", "page-in", "page-out", "update")

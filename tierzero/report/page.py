@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from tierzero.planner.machine import MachineProfile
-from tierzero.record.reading import RunRecord, number
+from tierzero.records.reading import RunRecord, number
 from tierzero.report.advice import Finding
 from tierzero.report.figures import Figures, Typical, typical
 from tierzero.report.page_data import SHOWN, page_data

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierzero.planner.machine import MachineProfile
-from tierzero.record.reading import RankRecord, RunRecord, number
+from tierzero.records.reading import RankRecord, RunRecord, number
 from tierzero.report.figures import COLLECTIVES, TIERS, Figures, Step
 from tierzero.report.lanes import LANES, Span, in_rows, spans_of
 from tierzero.runtime.timeline import STALLED

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tierzero.errors import ConfigError
-from tierzero.record.reading import RankRecord, RunRecord, number
+from tierzero.records.reading import RankRecord, RunRecord, number
 from tierzero.report.lanes import LANES, Span, in_rows, spans_of
 
 _ROWS = 1000

@@ -10,7 +10,7 @@ from typing import IO, Any
 import torch
 
 from ..errors import ConfigError
-from ..record.files import keep_steps, strict_json
+from ..records.files import keep_steps, strict_json
 from . import ranks
 from .memory import peak_rss_bytes, rss_bytes
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tierzero.record.recording import Recording, record
+from tierzero.records.recording import Recording, record
 
 __all__ = ["Recording", "record"]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierzero.errors import ConfigError
-from tierzero.record import files
+from tierzero.records import files
 from tierzero.runtime.spans import SPAN
 
 Line = dict[str, Any]

@@ -17,8 +17,8 @@ from torch import nn
 
 from tierzero.config import Config
 from tierzero.errors import ConfigError
-from tierzero.record import files
-from tierzero.record.writing import Writing, append, write_array, write_whole
+from tierzero.records import files
+from tierzero.records.writing import Writing, append, write_array, write_whole
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.spans import Kind
 from tierzero.runtime.timeline import RecordedStep

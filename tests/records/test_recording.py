@@ -17,9 +17,9 @@ from torch import nn
 
 import tierzero as tz
 from tierzero.api import running
-from tierzero.record import files
-from tierzero.record import recording as recording_module
-from tierzero.record.files import spans_file
+from tierzero.records import files
+from tierzero.records import recording as recording_module
+from tierzero.records.files import spans_file
 from tierzero.runtime.spans import Kind
 
 from ..support.oracle import Case, built, config, hyper, sharded
