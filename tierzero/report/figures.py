@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from tierzero.records.reading import Line, RunRecord, mean, number
 from tierzero.runtime.stats import STALL_KINDS
@@ -52,7 +51,6 @@ class Figures:
     has_phases: bool
     budgets: dict[str, float]
     overlap: str
-    placement: dict[str, Any] = field(default_factory=dict)
     gather_waits: dict[int, float] = field(default_factory=dict)
     """Mean seconds of a step that each rank waits for others."""
 
@@ -70,11 +68,9 @@ def figures_of(run: RunRecord) -> Figures:
     ranks = run.ranks or ()
     budgets = {tier: sum(number(rank.about, "budgets", tier) or 0.0 for rank in ranks) for tier in TIERS}
     waits = {r.rank: mean(_seconds(s, "phase_s", STALLED["gather"]) for s in r.steps.values()) for r in ranks}
-    config = run.about.get("config")
-    placement = config.get("placement", {}) if isinstance(config, dict) else {}
     overlap = next((str(rank.about["overlap"]) for rank in ranks if "overlap" in rank.about), "")
     count = len(ranks) or int(number(run.about, "ranks") or 1)
-    return Figures(tuple(steps), count, has_phases, budgets, overlap, placement, waits)
+    return Figures(tuple(steps), count, has_phases, budgets, overlap, waits)
 
 
 def _seconds(line: Line, *keys: str) -> float:
