@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tierzero.planner.machine import MachineProfile
+from tierzero.planner.machine import Drive, MachineProfile, bundled_profile
 from tierzero.report.advice import RULES, Facts, findings
 from tierzero.report.figures import Figures, Step, typical
 
@@ -37,18 +37,8 @@ def run(phases: dict[str, float], between: float = 0.0, steps: int = 5, **more: 
 
 
 def profile(read: float, write: float, mixed: float) -> MachineProfile:
-    rates = {"matmul": [{"rows": 1, "width": 1, "flops": 1.0}], "attention_flops": 1.0, "pointwise_bytes": 1.0}
-    return MachineProfile.model_validate(
-        {
-            "name": "m",
-            "date": "",
-            "source": "",
-            "host": {"name": "h", "cores": 2, "memory_bytes": 1, "copy_bytes": 1.0},
-            "compute": {"bf16": rates},
-            "adam": {1: 1.0},
-            "drives": [{"name": "d", "read": read, "write": write, "mixed": mixed}],
-        }
-    )
+    drive = Drive(name="a drive", read=read, write=write, mixed=mixed)
+    return bundled_profile("h100-node").model_copy(update={"drives": (drive,), "striped": None})
 
 
 def rules(figures: Figures, machine: MachineProfile | None = None) -> list[str]:

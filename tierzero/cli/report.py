@@ -26,7 +26,10 @@ def report(
         Path | None, typer.Option(metavar="FILE.json", help="Also a Chrome trace, of --step or of all that are kept.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="PROFILE.json", help="A machine profile, to compare the drive with.")
+        Path | None,
+        typer.Option(
+            metavar="PROFILE.json", help="A machine profile, or a bundled one's name: to compare the drive with."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; a page only with --out.")] = False,
 ) -> None:

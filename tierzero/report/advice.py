@@ -73,9 +73,9 @@ def page_in(facts: Facts) -> Finding | None:
             "the update itself: give the process more cores, or more tokens to each step (train.batch_size).",
         )
     use, busy = facts.drive_use, facts.step.busy
-    measured = f"{_percent(use)} of what the profile says the drive can do" if use is not None else ""
-    seen = measured or f"requests in flight for {_percent(busy)} of the time"
-    start = f"{_percent(share)} of the time waits for page-in. The drive had {seen}"
+    measured = f"moved {_percent(use)} of what the profile says it can" if use is not None else ""
+    seen = measured or f"had requests in flight for {_percent(busy)} of the time"
+    start = f"{_percent(share)} of the time waits for page-in. The drive {seen}"
     if (use if use is not None else busy) >= _SATURATED:
         return Finding(
             "drive",
