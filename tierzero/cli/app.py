@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, checkpoints, import_config, plan, report
+from . import bench, checkpoints, import_config, plan, report, tune
 from .failures import reported, usage_errors
 from .values import size
 
@@ -25,6 +25,7 @@ checkpoints.add_to(app)
 import_config.add_to(app)
 plan.add_to(app)
 report.add_to(app)
+tune.add_to(app)
 
 
 def _version(wanted: bool) -> None:

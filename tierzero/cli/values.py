@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import typer
@@ -28,6 +29,17 @@ def wholes(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise typer.BadParameter(f"{text!r} is no list of whole numbers; write such as 1,8,16")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def check_new(path: Path) -> None:
+    """Sees that `write_new` can write ``path``, before long work for it. Raises ConfigError."""
+    from ..errors import ConfigError
+
+    if path.exists():
+        raise ConfigError(f"{path}: exists already; choose another --out, or remove it")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        problem = "is not a folder that can be written to" if path.parent.exists() else "does not exist"
+        raise ConfigError(f"{path}: cannot write the configuration: {path.parent} {problem}")
 
 
 def write_new(path: Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tierzero.config import Config
-from tierzero.errors import TierZeroError
-from tierzero.profiling.compare import SIZES, environment
+from tierzero.profiling.compare import SIZES
+from tierzero.profiling.measured_run import measured_run, only_steps
 
 Settings = Mapping[str, Mapping[str, Any]]
 
@@ -63,20 +62,13 @@ class Trained:
 
 
 def trained(settings: Settings, nvme: Path, steps: int, skip: int) -> Trained:
-    """Trains in a fresh process. Raises TierZeroError with the end of what it printed when it fails."""
+    """Trains in a fresh process. Raises RunFailedError with the end of what it printed when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "steps.jsonl"
         config = runnable(settings, nvme, steps, metrics)
-        done = subprocess.run(
-            [sys.executable, "-m", "tierzero.profiling.plan_check", json.dumps(config.to_dict())],
-            capture_output=True,
-            text=True,
-            env=environment(),
-        )
-        if done.returncode:
-            raise TierZeroError(f"a case failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()][skip:]
-    baseline = json.loads(done.stdout.splitlines()[-1])["baseline"]
+        run = measured_run(["-m", "tierzero.profiling.plan_check", json.dumps(config.to_dict())], metrics)
+    lines = run.records[skip:]
+    baseline = json.loads(run.printed.splitlines()[-1])["baseline"]
     seconds = [line["step_s"] for line in lines]
     return Trained(
         statistics.median(seconds),
@@ -91,10 +83,7 @@ def runnable(settings: Settings, nvme: Path, steps: int, metrics: Path | None = 
     """The configuration of a case: drives where it may need them, nothing but training."""
     values: dict[str, dict[str, Any]] = {section: dict(keys) for section, keys in settings.items()}
     values.setdefault("tiers", {}).setdefault("nvme", [str(nvme)])
-    values["train"] |= {"steps": steps, "validation_batches": 0, "sample_tokens": 0}
-    if metrics is not None:
-        values["log"] = {"metrics": str(metrics)}
-    return Config.from_dict(values)
+    return Config.from_dict(only_steps(values, steps, metrics))
 
 
 def _train(values: dict[str, Any]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..config.toml import toml_text
 from .improvements import Improvement
 from .planned import Plan, placement_of, settings
+from .settings import set_lines
 from .text import amount, count
 
 
@@ -62,7 +62,7 @@ def lines(plan: Plan, improvements: Sequence[Improvement], default: Plan | None)
         f"{_seconds(phases.backward)}, update {_seconds(phases.update)}; {count(tokens / best.step_s)} tokens/s",
         f"bound    {_bound(plan)}",
     ]
-    found += ["", *_memory_table(plan), "", *_settings(plan)]
+    found += ["", *_memory_table(plan), "", *set_lines(settings(plan))]
     if default is not None and default.best.step_s > 1.005 * best.step_s:
         found.append(f"         {_seconds(default.best.step_s)} a step without these settings")
     if improvements:
@@ -111,13 +111,6 @@ def _memory_table(plan: Plan) -> list[str]:
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) + f"  {row[3]}" for row in rows
     ]
-
-
-def _settings(plan: Plan) -> list[str]:
-    pairs = [
-        f"{name}.{key} = {toml_text(value)}" for name, keys in settings(plan).items() for key, value in keys.items()
-    ]
-    return [f"{'set' if number == 0 else '':<9}{pair}" for number, pair in enumerate(pairs)]
 
 
 def _seconds(value: float) -> str:

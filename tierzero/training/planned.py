@@ -31,6 +31,7 @@ from ..runtime.build import budgets_here
 from ..runtime.draft import DTYPES, Draft, draft
 from ..sharding.stages import KINDS
 from .ranks import Ranks, micro_batches
+from .settings import said_with
 
 _USABLE = 0.8
 """Of a machine's memory, where its free memory is not known: the rest is the system's."""
@@ -216,11 +217,7 @@ def settings(plan: Plan) -> dict[str, dict[str, Any]]:
 
 def planned_config(plan: Plan) -> dict[str, dict[str, Any]]:
     """What the configuration says, paths made absolute, and the settings of the plan."""
-    every, given = plan.config.to_dict(), plan.config.given()
-    said = {name: {key: every[name][key] for key in keys if key in every[name]} for name, keys in given.items()}
-    for name, keys in settings(plan).items():
-        said[name] = {**said.get(name, {}), **keys}
-    return said
+    return said_with(plan.config, settings(plan))
 
 
 def placement_of(plan: Plan) -> dict[str, dict[str, float]]:
