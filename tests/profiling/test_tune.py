@@ -22,6 +22,7 @@ from tierzero.profiling.tune.candidates import Candidate, Facts, combinations, l
 from tierzero.profiling.tune.halving import Failed, Limits, Measured, Scored
 from tierzero.profiling.tune.runs import Runs, checked
 from tierzero.profiling.tune.session import tuned
+from tierzero.training.stopping import Stopped
 
 CONFIG = """
 [model]
@@ -210,9 +211,15 @@ def test_under_torchrun_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_real_runs_leave_no_trace(tmp_path: Path) -> None:
     config = Config.load(configuration(tmp_path)).override(ALL_BUT_PREFETCH)
     before = sorted(tmp_path.rglob("*"))
-    limits = Limits(3600, warm_up=1, first_steps=1, most_steps=1, pairs=1)
-    result = tuned(config, 1, limits, lambda text: None, lambda line: None)
-    assert {str(trial.candidate) for trial in result.found.trials} >= {"as configured", "tiers.prefetch = 1"}
+
+    def enough(line: str) -> None:
+        if "tiers.prefetch = 1" in line:
+            raise Stopped(signal.SIGINT)
+
+    result = tuned(config, 1, Limits(3600), lambda text: None, enough)
+    assert result.stopped is not None
+    tried = [str(trial.candidate) for trial in result.found.trials]
+    assert tried == ["as configured", "as configured", "tiers.prefetch = 1"]
     for trial in result.found.trials:
         assert isinstance(trial.outcome, Measured), trial
         assert trial.outcome.step_s > 0
@@ -227,6 +234,13 @@ def test_a_run_that_fails_is_contained(tmp_path: Path) -> None:
     assert "tiers.host" in outcome.why
     assert isinstance(runs.failure(outcome.why), ConfigError)
     assert "run.toml" not in outcome.why
+
+
+def test_a_first_run_that_takes_too_long_is_ended_and_says_what_to_do(tmp_path: Path) -> None:
+    done = tune(configuration(tmp_path), "--minutes", "0.01")
+    assert done.exit_code == 2
+    assert "give more --minutes" in done.stderr
+    assert list((tmp_path / "nvme").iterdir()) == []
 
 
 def test_an_interrupt_ends_the_run_too_and_prints_what_is_known(tmp_path: Path) -> None:

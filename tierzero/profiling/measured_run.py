@@ -30,6 +30,10 @@ class RunFailedError(TierZeroError):
         self.code = code
 
 
+class RunTooLongError(RunFailedError):
+    """The run was ended because its time was up."""
+
+
 @dataclass(frozen=True)
 class MeasuredRun:
     """The records of all steps, see `tierzero.training.metrics.Record`, and what was printed."""
@@ -67,7 +71,7 @@ def measured_run(arguments: Sequence[str], metrics: Path, limit_s: float | None 
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                raise RunFailedError(f"was ended after {limit_s:.0f} s", 1) from None
+                raise RunTooLongError(f"was ended after {limit_s:.0f} s", 1) from None
             finally:
                 _end(process)
         if code:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,9 +80,9 @@ def _gain(found: Found) -> str:
         return "nothing to try: all keys that matter here are set in the configuration"
     if verdict is not None:
         return _of_verdict(verdict)
-    if found.ended is not None or found.untried:
-        return "not known: there was not enough time to compare the best with the configuration as it is"
-    return "none: nothing was faster than the configuration as it is"
+    if found.ended is not None:
+        return "not known: it ended before the best was compared with the configuration as it is"
+    return "none: nothing that was tried was faster than the configuration as it is"
 
 
 def _of_verdict(verdict: Verdict[Candidate]) -> str:
@@ -131,14 +132,13 @@ def _table(found: Found) -> list[str]:
 
 def _default_rows(found: Found) -> list[tuple[str, ...]]:
     """The configuration as it is, in its last round."""
-    own = [each for each in found.trials if each.candidate == Candidate() and isinstance(each.outcome, Measured)]
-    last = [each for each in own if each.round == own[-1].round]
-    if not last:
+    own = [(each, each.outcome) for each in found.trials if each.candidate == Candidate()]
+    runs = [(trial, outcome) for trial, outcome in own if isinstance(outcome, Measured)]
+    if not runs:
         return []
-    seconds = sorted(each.outcome.step_s for each in last if isinstance(each.outcome, Measured))
-    middle = next(each.outcome for each in last if isinstance(each.outcome, Measured))
-    shown = f"{seconds[len(seconds) // 2]:.3g}"
-    return [(str(Candidate()), str(last[0].round), str(last[0].steps), shown, "", amount(middle.nvme_bytes))]
+    last, measured = runs[-1]
+    step_s = statistics.median(outcome.step_s for trial, outcome in runs if trial.round == last.round)
+    return [(str(Candidate()), str(last.round), str(last.steps), f"{step_s:.3g}", "", amount(measured.nvme_bytes))]
 
 
 def _row(each: Scored[Candidate]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from tierzero.data import open_data
 from tierzero.errors import ConfigError, TierZeroError
 from tierzero.models import bundled_model
 from tierzero.planner.memory_plan import plan_memory
-from tierzero.profiling.measured_run import RunFailedError, measured_run, only_steps
+from tierzero.profiling.measured_run import RunFailedError, RunTooLongError, measured_run, only_steps
 from tierzero.profiling.tune.candidates import Candidate, Facts
 from tierzero.profiling.tune.halving import Failed, Limits, Measured
 from tierzero.runtime.build import budgets_here
@@ -99,8 +99,14 @@ class Runs:
 
     def failure(self, why: str) -> TierZeroError:
         """The error to raise where the default does not run: what the user can change stays that."""
-        code = self._first_failure.code if self._first_failure is not None else 1
-        return ConfigError(why) if code == 2 else TierZeroError(f"tune: a run of the configuration failed: {why}")
+        failure = self._first_failure
+        if isinstance(failure, RunTooLongError):
+            return ConfigError(f"tune: the first steps of the configuration as it is: {why}; give more --minutes")
+        return (
+            ConfigError(why)
+            if failure is not None and failure.code == 2
+            else TierZeroError(f"tune: a run of the configuration failed: {why}")
+        )
 
     def _launch(self) -> list[str]:
         if self.ranks == 1:
