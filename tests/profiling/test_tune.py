@@ -213,13 +213,13 @@ def test_real_runs_leave_no_trace(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
 
     def enough(line: str) -> None:
-        if "tiers.prefetch = 1" in line:
+        if "tiers.prefetch = 3" in line:
             raise Stopped(signal.SIGINT)
 
     result = tuned(config, 1, Limits(3600), lambda text: None, enough)
     assert result.stopped is not None
     tried = [str(trial.candidate) for trial in result.found.trials]
-    assert tried == ["as configured", "as configured", "tiers.prefetch = 1"]
+    assert tried == ["as configured", "as configured", "tiers.prefetch = 3"]
     for trial in result.found.trials:
         assert isinstance(trial.outcome, Measured), trial
         assert trial.outcome.step_s > 0
