@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from tierzero.config import Config
+from tierzero.planner.machine import Drive, MachineProfile
+from tierzero.profiling.bench.requests import OPS, MeasuredFile, Op, Point
 from tierzero.profiling.compare import SIZES
 from tierzero.profiling.measured_run import measured_run, only_steps
 
 Settings = Mapping[str, Mapping[str, Any]]
+
+_DRIVE_FILE = 1 << 30
+_SAMPLE_S = 1.0
 
 _NVME = {"params": "nvme", "optimizer": "nvme", "gradients": "host"}
 _HOST = {"params": "host", "optimizer": "host", "gradients": "host"}
@@ -103,16 +108,46 @@ def _train(values: dict[str, Any]) -> None:
     print(json.dumps({"baseline": baseline}))
 
 
+class DriveNow:
+    """The rates of a drive at the moment: a drive's swing more than a prediction may be wrong. Use as a context."""
+
+    def __init__(self, nvme: Path, block: int = 8 << 20, depth: int = 8) -> None:
+        self._file = MeasuredFile([nvme], _DRIVE_FILE, (block,), depth)
+        self._point = Point(True, block, depth)
+
+    def __enter__(self) -> DriveNow:
+        self._file.__enter__()
+        self._file.fill(_SAMPLE_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.__exit__()
+
+    def sample(self) -> dict[Op, float]:
+        """Bytes per second of each direction."""
+        return {op: self._file.run(self._point, op, _SAMPLE_S).rate for op in OPS}
+
+
+def with_drive(machine: MachineProfile, samples: Sequence[Mapping[Op, float]]) -> MachineProfile:
+    """``machine`` with the means of ``samples`` for its drive."""
+    means = {op: statistics.mean(sample[op] for sample in samples) for op in OPS}
+    drive = Drive(name="as measured beside the case", **means)
+    return machine.model_copy(update={"drives": (drive,), "striped": None})
+
+
 @dataclass(frozen=True)
 class Checked:
-    """One case: seconds and bytes as predicted and as measured."""
+    """One case: seconds and bytes as predicted and as measured. ``drive``: bytes per second of reads and writes
+    together, beside it.
+    """
 
     name: str
     bound_by: str
     predicted_s: float
     measured: Trained
     predicted_bytes: Mapping[str, int]
-    """By tier as the pools count, and ``process``: of host and device together, activations included."""
+    """By tier as the pools count, ``process``: of host and device together with activations, ``moved``: in a step."""
+    drive: float
 
     @property
     def ratio(self) -> float:
@@ -123,18 +158,19 @@ class Checked:
 def table(rows: Sequence[Checked]) -> str:
     """As Markdown; bytes in MB, predicted / measured."""
     found = [
-        "| case | bound | predicted s | measured s | ratio | nvme MB | host MB | process MB | moved MB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | bound | drive GB/s | predicted s | measured s | ratio | device MB | host MB | nvme MB | moved MB | "
+        "process MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         measured = {**row.measured.tier_bytes, "process": row.measured.process_bytes, "moved": row.measured.nvme_bytes}
         pairs = [
             f"{row.predicted_bytes[name] / 1e6:.0f} / {measured[name] / 1e6:.0f}"
-            for name in ("nvme", "host", "process", "moved")
+            for name in (*row.measured.tier_bytes, "moved", "process")
         ]
         found.append(
-            f"| {row.name} | {row.bound_by} | {row.predicted_s:.2f} | {row.measured.step_s:.2f} | {row.ratio:.2f} | "
-            f"{' | '.join(pairs)} |"
+            f"| {row.name} | {row.bound_by} | {row.drive / 1e9:.2f} | {row.predicted_s:.2f} | "
+            f"{row.measured.step_s:.2f} | {row.ratio:.2f} | {' | '.join(pairs)} |"
         )
     return "\n".join(found)
 

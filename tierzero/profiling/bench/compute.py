@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32,
 _HEAD = 64
 _LENGTHS = (64, 256, 1024)
 _CYCLE = 64 << 20
-"""Bytes of different factors that are multiplied in turn: in training each comes from memory."""
+"""Bytes of different tensors that are worked on in turn: in training each comes from memory, and goes there."""
 _SENSIBLE = 0.25
 """Of the rate of fp32: a type that a CPU multiplies slower than this is not for training there."""
 _SHORT_S = 3.0
@@ -182,7 +183,14 @@ def _mlp_products(where: _Where, rows: int, width: int, seconds: float) -> Sprea
         lambda: next(narrow).t().mm(next(wide)),
         lambda: next(wide).t().mm(next(narrow)),
     )
-    return together((flops, where.rate(way, flops, seconds / len(ways))) for way in ways)
+    return together((flops, where.rate(_kept(way), flops, seconds / len(ways))) for way in ways)
+
+
+def _kept(way: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    """``way``, whose last results stay, so that the next one is written to other memory."""
+    first = way()
+    results = deque([first], max(1, _CYCLE // first.nbytes))
+    return lambda: results.append(way())
 
 
 def _attention(where: _Where, length: int, seconds: float) -> Spread:
@@ -202,23 +210,27 @@ def _attention(where: _Where, length: int, seconds: float) -> Spread:
 def _elementwise(where: _Where, seconds: float) -> dict[str, tuple[float, Spread]]:
     """Bytes of inputs and outputs, on tensors as large as activations are."""
     nbytes = (256 << 20) if where.device.type == "cuda" else (6 << 20)
-    x = where.drawn(nbytes // where.dtype.itemsize // 1024, 1024).requires_grad_()
-    grad, other = where.drawn(*x.shape), where.drawn(*x.shape)
+    rows = nbytes // where.dtype.itemsize // 1024
+    xs, grads, others = where.many(rows, 1024), where.many(rows, 1024), where.many(rows, 1024)
     weight = where.drawn(1024).requires_grad_()
+    x = next(xs).requires_grad_()
     activated, normed = F.gelu(x), F.layer_norm(x, (1024,), weight)
 
-    def norm_backward() -> None:
-        torch.autograd.grad(normed, (x, weight), grad, retain_graph=True)
+    def gelu_backward() -> torch.Tensor:
+        return torch.autograd.grad(activated, x, next(grads), retain_graph=True)[0]
 
-    ways: dict[str, tuple[int, Callable[[], object]]] = {
-        "gelu forward": (2, lambda: F.gelu(x)),
-        "gelu backward": (3, lambda: torch.autograd.grad(activated, x, grad, retain_graph=True)),
-        "layer_norm forward": (2, lambda: F.layer_norm(x, (1024,), weight)),
+    def norm_backward() -> torch.Tensor:
+        return torch.autograd.grad(normed, (x, weight), next(grads), retain_graph=True)[0]
+
+    ways: dict[str, tuple[int, Callable[[], torch.Tensor]]] = {
+        "gelu forward": (2, lambda: F.gelu(next(xs))),
+        "gelu backward": (3, gelu_backward),
+        "layer_norm forward": (2, lambda: F.layer_norm(next(xs), (1024,), weight)),
         "layer_norm backward": (3, norm_backward),
-        "add": (3, lambda: grad + other),
+        "add": (3, lambda: next(grads) + next(others)),
     }
     return {
-        name: (float(tensors * nbytes), where.rate(way, float(tensors * nbytes), seconds / len(ways)))
+        name: (float(tensors * nbytes), where.rate(_kept(way), float(tensors * nbytes), seconds / len(ways)))
         for name, (tensors, way) in ways.items()
     }
 
