@@ -112,7 +112,9 @@ class DriveNow:
     """The rates of a drive at the moment: a drive's swing more than a prediction may be wrong. Use as a context."""
 
     def __init__(self, nvme: Path, block: int = 8 << 20, depth: int = 8) -> None:
-        self._file = MeasuredFile([nvme], _DRIVE_FILE, (block,), depth)
+        # A folder of its own: the runs beside it use the other.
+        self._folder = tempfile.TemporaryDirectory(dir=nvme, prefix=".drive-")
+        self._file = MeasuredFile([Path(self._folder.name)], _DRIVE_FILE, (block,), depth)
         self._point = Point(True, block, depth)
 
     def __enter__(self) -> DriveNow:
@@ -122,6 +124,7 @@ class DriveNow:
 
     def __exit__(self, *_: object) -> None:
         self._file.__exit__()
+        self._folder.cleanup()
 
     def sample(self) -> dict[Op, float]:
         """Bytes per second of each direction."""
