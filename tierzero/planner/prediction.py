@@ -17,7 +17,9 @@ from tierzero.planner.work import ModelWork, OperationCounts
 from tierzero.sharding.stages import Stage
 
 TILE_S = 3e-4
-"""Seconds that opening, updating and closing a tile cost beside its bytes, on the I/O thread."""
+"""Seconds of the drive that a tile costs beside its bytes."""
+TILE_READ_S, TILE_WRITE_S = 8e-4, 4e-4
+"""Seconds of the processor that a tile's way costs beside its bytes: the I/O thread is Python, as the model's is."""
 UNIT_S = 5e-4
 """Seconds that hooks and waits cost the model's thread for each use of a unit."""
 BOUND = 0.85
@@ -120,6 +122,8 @@ def _speeds(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> Speeds
         host_copy=machine.host.copy_bytes * share,
         tiles_at_once=max(1, load.requests // max(1, -(-plan.staging_tile // load.block))),
         tile_s=TILE_S,
+        tile_read_s=TILE_READ_S if alone else 0.0,
+        tile_write_s=TILE_WRITE_S if alone else 0.0,
         unit_s=UNIT_S,
     )
 

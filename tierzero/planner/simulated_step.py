@@ -253,6 +253,8 @@ class SimulatedStep:
         if work.bucketed:
             self._wait("gradients", lambda: self._buckets >= work.gradient or not self._gradients_left)
             self._buckets -= work.gradient
+            # Collected in the bucket first, then summed and copied on their way home.
+            self._compute(2 * work.gradient / self.case.speeds.gradient_copy)
         self._gradients_left += 1
         home = functools.partial(self._gradients_home, unit, last)
         put_away = functools.partial(self._put_away, unit, adds, home)

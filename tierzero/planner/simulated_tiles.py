@@ -64,7 +64,12 @@ class SimulatedTiles:
         speeds = self._case.speeds
         self.moved += nbytes
         cost = nbytes + speeds.tile_s * speeds.drive.first if nbytes else 0.0
+        self._handle(speeds.tile_read_s if nbytes else 0.0)
         self._sim.submit(self._drive.first, cost, then, priority)
+
+    def _handle(self, seconds: float) -> None:
+        """The I/O thread's own work, which takes the processor from others; nobody waits for it."""
+        self._sim.submit(self._processor.second, seconds, lambda: None)
 
     def update(self, tile: TileWork, priority: int, then: Then) -> None:
         """Reads, updates and writes a tile; ``then`` as soon as its weights are new."""
@@ -124,4 +129,5 @@ class SimulatedTiles:
 
     def _write(self, nbytes: float, then: Then) -> None:
         self.moved += nbytes
+        self._handle(self._case.speeds.tile_write_s if nbytes else 0.0)
         self._sim.submit(self._drive.second, nbytes, then)

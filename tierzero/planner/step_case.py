@@ -27,6 +27,9 @@ class Speeds:
     """Reads, and writes, of whole tiles that the drive has in flight."""
     tile_s: float
     """Seconds that a tile takes of the drive on top of its bytes."""
+    tile_read_s: float
+    tile_write_s: float
+    """Seconds of the processor for a tile's way beside its bytes."""
     unit_s: float
     """Seconds that a use of a unit takes of the model's thread."""
 

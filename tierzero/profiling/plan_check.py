@@ -26,29 +26,30 @@ _NVME = {"params": "nvme", "optimizer": "nvme", "gradients": "host"}
 _HOST = {"params": "host", "optimizer": "host", "gradients": "host"}
 
 
-def _case(size: str, batch: int, seq_len: int, **sections: Any) -> dict[str, dict[str, Any]]:
+def case(size: str, batch: int, seq_len: int, **sections: Any) -> dict[str, dict[str, Any]]:
+    """A configuration of the comparison's model of ``size``, its blocks recomputed, with more ``sections``."""
     train = {"batch_size": batch, "seq_len": seq_len, **sections.pop("train", {})}
     return {"model": dict(SIZES[size]), "train": train, "activations": {"recompute": "unit"}, **sections}
 
 
 CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "host": _case("125m", 4, 256, placement=_HOST),
-    "host, no recompute": _case("125m", 8, 256, placement=_HOST, activations={"recompute": "none"}),
-    "host, 256 tokens": _case("125m", 4, 64, placement=_HOST),
-    "host, 4096 tokens": _case("125m", 16, 256, placement=_HOST),
-    "nvme, 256 tokens": _case("125m", 4, 64, placement=_NVME),
-    "nvme, 1024 tokens": _case("125m", 4, 256, placement=_NVME),
-    "nvme, 4096 tokens": _case("125m", 16, 256, placement=_NVME),
-    "nvme, 4 micro-batches": _case("125m", 16, 256, placement=_NVME, train={"micro_batch": 4}),
-    "nvme, 1 GB": _case("125m", 4, 256, placement=_NVME, tiers={"host": "1GB"}),
-    "auto, 1 GB": _case("125m", 4, 256, tiers={"host": "1GB"}),
-    "auto, 500 MB": _case("125m", 4, 256, tiers={"host": "500MB"}),
-    "gradients on nvme": _case("125m", 4, 256, placement={**_NVME, "gradients": "nvme"}),
-    "overlap none": _case("125m", 4, 256, placement=_NVME, optimizer={"overlap": "none"}),
-    "overlap backward": _case(
+    "host": case("125m", 4, 256, placement=_HOST),
+    "host, no recompute": case("125m", 8, 256, placement=_HOST, activations={"recompute": "none"}),
+    "host, 256 tokens": case("125m", 4, 64, placement=_HOST),
+    "host, 4096 tokens": case("125m", 16, 256, placement=_HOST),
+    "nvme, 256 tokens": case("125m", 4, 64, placement=_NVME),
+    "nvme, 1024 tokens": case("125m", 4, 256, placement=_NVME),
+    "nvme, 4096 tokens": case("125m", 16, 256, placement=_NVME),
+    "nvme, 4 micro-batches": case("125m", 16, 256, placement=_NVME, train={"micro_batch": 4}),
+    "nvme, 1 GB": case("125m", 4, 256, placement=_NVME, tiers={"host": "1GB"}),
+    "auto, 1 GB": case("125m", 4, 256, tiers={"host": "1GB"}),
+    "auto, 500 MB": case("125m", 4, 256, tiers={"host": "500MB"}),
+    "gradients on nvme": case("125m", 4, 256, placement={**_NVME, "gradients": "nvme"}),
+    "overlap none": case("125m", 4, 256, placement=_NVME, optimizer={"overlap": "none"}),
+    "overlap backward": case(
         "125m", 4, 256, placement=_NVME, optimizer={"overlap": "backward"}, train={"grad_clip": 0}
     ),
-    "350m nvme": _case("350m", 4, 256, placement=_NVME),
+    "350m nvme": case("350m", 4, 256, placement=_NVME),
 }
 """Configurations that different things bound."""
 
