@@ -55,7 +55,7 @@ def _plans(planner: Planner) -> dict[str, Plan]:
     options = planner.options()
     for order in itertools.permutations(KINDS):
         plan = planner.plan(replace(options, order=[order]))
-        if all(settings(plan) != settings(other) for other in found.values()):
+        if all(plan.best.plan != other.best.plan for other in found.values()):
             found["-".join(kind[0] for kind in order)] = plan
     return found
 

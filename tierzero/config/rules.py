@@ -297,6 +297,19 @@ def listed_names() -> Rule:
     return _rule("a list of class names or name patterns", parse)
 
 
+def order_of(kinds: Sequence[str]) -> Rule:
+    """All of ``kinds``, each once, in any order."""
+
+    def parse(rule: Rule, value: Any, base: Path) -> list[str]:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+            raise rule.refuse()
+        if sorted(value) != sorted(kinds):
+            raise rule.refuse()
+        return list(value)
+
+    return _rule(f"a list of {', '.join(kinds[:-1])} and {kinds[-1]}, in any order", parse)
+
+
 def placement(tiers: Sequence[str] = TIERS) -> Rule:
     """A tier's name, "auto", or a split over tiers; a split is kept as fractions that sum to 1."""
     listed = ", ".join(f'"{tier}"' for tier in tiers)

@@ -15,6 +15,7 @@ from .rules import (
     listed_names,
     names,
     or_auto,
+    order_of,
     path,
     paths,
     placement,
@@ -156,6 +157,10 @@ class PlacementSection(Section):
     optimizer: Annotated[Placement, placement()] = key("auto", "Master weights (or their remainder) and moments.")
     gradients: Annotated[Placement, placement()] = key("auto", "Gradient shards between backward and update.")
     activations: Annotated[Placement, placement(("device",))] = key("auto", "Tensors saved for the backward.")
+    order: Annotated[list[str], order_of(("params", "gradients", "optimizer"))] = key(
+        ["params", "gradients", "optimizer"],
+        'Kinds that are on "auto" take the fastest memory that has room in this order. `tierzero plan` finds the best.',
+    )
 
 
 class ShardingSection(Section):

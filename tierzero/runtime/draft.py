@@ -65,6 +65,7 @@ class Draft:
             reduced=ranks > 1,
             stage=self.stage,
             segment=segment_length(config.activations.recompute, len(self.blocks)),
+            order=tuple(placement.order),
         )
 
 

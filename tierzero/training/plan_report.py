@@ -62,7 +62,7 @@ def lines(plan: Plan, improvements: Sequence[Improvement], default: Plan | None)
         f"{_seconds(phases.backward)}, update {_seconds(phases.update)}; {count(tokens / best.step_s)} tokens/s",
         f"bound    {_bound(plan)}",
     ]
-    found += ["", *_memory_table(plan), "", *set_lines(settings(plan))]
+    found += ["", *_memory_table(plan), "", *_places(plan), *set_lines(settings(plan))]
     if default is not None and default.best.step_s > 1.005 * best.step_s:
         found.append(f"         {_seconds(default.best.step_s)} a step without these settings")
     if improvements:
@@ -72,6 +72,15 @@ def lines(plan: Plan, improvements: Sequence[Improvement], default: Plan | None)
             for number, each in enumerate(improvements)
         ]
     return found
+
+
+def _places(plan: Plan) -> list[str]:
+    words = (
+        f"{kind} {' and '.join(f'{100 * part:.0f}% {tier}' for tier, part in tiers.items())}"
+        for kind, tiers in placement_of(plan).items()
+        if tiers
+    )
+    return [f"places   {', '.join(words)}"]
 
 
 def _bound(plan: Plan) -> str:

@@ -113,7 +113,11 @@ class Planner:
         """What a run does that is given no plan."""
         config = self.config
         return Choice(
-            config.activations.recompute, config.optimizer.overlap, KINDS, config.tiers.tile, config.tiers.prefetch
+            config.activations.recompute,
+            config.optimizer.overlap,
+            tuple(config.placement.order),
+            config.tiers.tile,
+            config.tiers.prefetch,
         )
 
     def options(self) -> Options:
@@ -123,18 +127,22 @@ class Planner:
         overlaps = ["forward", "none"]
         if config.train.grad_clip == 0 and config.train.precision != "fp16" and self.micro_steps == 1:
             overlaps.insert(0, "backward")
-        open_kinds = [kind for kind in KINDS if getattr(config.placement, kind) == "auto"]
         return Options(
             [config.activations.recompute] if ("activations", "recompute") in said else ["none", "unit", "sqrt"],
             [config.optimizer.overlap] if ("optimizer", "overlap") in said else overlaps,
-            [KINDS] if len(open_kinds) < 2 or self.nothing_competes() else list(itertools.permutations(KINDS)),
+            self._orders(("placement", "order") in said),
             [config.tiers.tile] if config.tiers.tile is not None else _TILES,
             [config.tiers.prefetch] if config.tiers.prefetch is not None else [None, 1, 2, 3, 4],
         )
 
-    def nothing_competes(self) -> bool:
-        """Whether there is no drive, so that nothing competes for faster memory on the host's own processor."""
-        return self.site.machine.device is None and not self.config.tiers.nvme
+    def _orders(self, said: bool) -> list[tuple[str, ...]]:
+        """All of them where kinds of state compete for faster memory."""
+        placement, own = self.config.placement, tuple(self.config.placement.order)
+        kinds = [kind for kind in KINDS if getattr(placement, kind) == "auto"]
+        one_memory = self.site.machine.device is None and not self.config.tiers.nvme
+        if said or len(kinds) < 2 or one_memory:
+            return [own]
+        return [own, *(order for order in itertools.permutations(KINDS) if order != own)]
 
     def budgets(self, site: Site) -> Budgets:
         """Of each rank: what is free here, or what a machine like the site's has."""
@@ -202,13 +210,10 @@ def _without(budgets: Budgets, activations: int) -> Budgets:
 
 
 def settings(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The keys by which a run follows the plan."""
+    """The keys by which a run follows the plan: the placements follow from the order."""
     best = plan.best
-    placement = {
-        kind: next(iter(tiers)) if len(tiers) == 1 else tiers for kind, tiers in placement_of(plan).items() if tiers
-    }
     return {
-        "placement": placement,
+        "placement": {"order": list(best.choice.order)},
         "tiers": {"tile": best.plan.tile, "prefetch": best.plan.prefetch},
         "optimizer": {"overlap": best.choice.overlap},
         "activations": {"recompute": best.choice.recompute},
