@@ -147,7 +147,7 @@ class TestBounds:
         assert step_s(twice) < 0.75 * step_s()
 
     def test_memory_to_work_ahead_in_helps(self) -> None:
-        little = step_s(tiers={"nvme": ["/tmp"], "host": "20MB", "tile": 131072}, train={"batch_size": 8})
+        little = step_s(tiers={"nvme": ["/tmp"], "host": "24MB", "tile": 131072}, train={"batch_size": 8})
         assert step_s(tiers={"nvme": ["/tmp"], "host": "80MB", "tile": 131072}, train={"batch_size": 8}) < 0.9 * little
 
     def test_several_ranks_share_a_node_and_gather_over_its_network(self) -> None:

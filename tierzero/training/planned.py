@@ -25,7 +25,7 @@ from ..planner.placement import totals_by_kind
 from ..planner.prediction import Ranks as PlannedRanks
 from ..planner.prediction import Workload, predict, transient_peak
 from ..planner.search import Candidate, Choice, Options, fastest
-from ..planner.shape import Budgets, ModelShape
+from ..planner.shape import Budgets, MemoryPlan, ModelShape
 from ..planner.work import ModelWork
 from ..runtime.build import budgets_here
 from ..runtime.draft import DTYPES, Draft, draft
@@ -175,6 +175,7 @@ class Planner:
             order=choice.order,
         )
         plan = plan_memory(self.shape, request, _without(budgets, activations))
+        _check_device(plan, activations, site.machine)
         try:
             return Candidate(choice, plan, predict(load, plan, site.machine), activations)
         except RuntimeError as error:
@@ -195,6 +196,20 @@ class Planner:
             self._draft.kept,
             self.config.io.queue_depth * max(1, len(self.config.tiers.nvme)),
             self.config.io.block_size,
+        )
+
+
+def _check_device(plan: MemoryPlan, activations: int, machine: MachineProfile) -> None:
+    """Raises BudgetError where activations find no room beside the pools on a device."""
+    if machine.device is None:
+        return
+    missing = plan.device + activations - machine.device.memory_bytes
+    if missing > 0:
+        raise BudgetError(
+            f"plan: the device has {machine.device.memory_bytes:,} bytes, {missing:,} short of {plan.device:,} for "
+            f"tiers.device and {activations:,} for activations; lower train.micro_batch, set activations.recompute, or "
+            "lower tiers.device",
+            missing,
         )
 
 
