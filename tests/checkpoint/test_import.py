@@ -271,6 +271,42 @@ def test_full_disk_leaves_nothing(files: Path, no_large_files: Callable[[], None
     assert [path.name for path in tmp_path.iterdir()] == ["files"]
 
 
+def test_an_interrupted_import_goes_on(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["tierzero.checkpoint.import_safetensors"]
+    monkeypatch.setattr(module, "_PART", 1)  # a data file for each tensor
+    tz.import_safetensors(files, tmp_path / "whole")
+    seen: list[int] = []
+
+    def interrupted(done: int, total: int) -> None:
+        seen.append(done)
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tz.import_safetensors(files, tmp_path / "out", progress=interrupted)
+    left = tmp_path / ".out.partial"
+    kept = {path.name: path.stat().st_mtime_ns for path in left.glob("*.bin")}
+    assert 0 < len(kept) < len(load_file(files / "anything.safetensors"))
+    seen.clear()
+    tz.import_safetensors(files, tmp_path / "out", progress=lambda done, total: seen.append(done))
+    assert seen[0] > 0  # what was there is not read again
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in kept} == kept
+    assert not left.exists()
+    assert tz.verify_checkpoint(tmp_path / "out") == []
+    for name in sorted(path.name for path in (tmp_path / "whole").glob("*.bin")):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_an_interrupted_import_of_other_choices_starts_afresh(files: Path, tmp_path: Path) -> None:
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tz.import_safetensors(files, tmp_path / "out", progress=interrupted)
+    tz.import_safetensors(files, tmp_path / "out", precision="fp32")
+    assert {tensor.dtype for tensor in tz.inspect_checkpoint(tmp_path / "out").tensors} == {"float32"}
+
+
 def test_command_train_starts_from_an_import(tmp_path: Path) -> None:
     for name in ("text", "nvme"):
         (tmp_path / name).mkdir()

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from tierzero.checked_json import CHECKSUM, read_json, write_json
+from tierzero.checkpoint.import_parts import finish_part, identity_of, is_whole, unfinished_folder, written_bytes
 from tierzero.checkpoint.index import Check, Extent, index_as_json
 from tierzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, ParameterRecord, rank_stem, record_as_json
 from tierzero.checkpoint.output import (
@@ -23,7 +24,6 @@ from tierzero.checkpoint.output import (
     check_space,
     check_unused,
     failures_named,
-    new_folder,
 )
 from tierzero.checkpoint.safetensors_files import SafetensorsSource
 from tierzero.errors import ConfigError
@@ -36,6 +36,8 @@ BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
 """Name patterns of the buffers among the tensors of a folder, which does not say what is one."""
 _PIECE = 1 << 20
 """Elements of an extent; the conversion needs some 40 bytes for each."""
+_PART = 1 << 30
+"""Bytes of tensors after which a data file ends: an import that was interrupted goes on behind the last whole one."""
 _MOMENTS = ("m", "v")
 """Segments that are zero at the start."""
 
@@ -55,7 +57,8 @@ def import_safetensors(
     ``precision`` ("bf16", "fp16" or "fp32") is that of the model that will load it; the master is the value in the
     file, exactly, where fp32 can hold it. Tensors whose names match a pattern in ``buffers``, and those not of floating
     point, become buffers of the dtype they have; weights beside running statistics take the dtype of these; those that
-    match ``skip`` are left out. Memory is that of a piece of a tensor. The folder appears whole or not at all.
+    match ``skip`` are left out. Memory is that of a piece of a tensor. The folder appears whole or not at all. An
+    import that was interrupted goes on when it is called again.
 
     Raises ConfigError, before anything is written, for a bad argument or folder, anything that stands at ``out``
     already or too little space (BudgetError), and CheckpointError for a failing drive.
@@ -66,9 +69,11 @@ def import_safetensors(
     check_unused(target)
     with SafetensorsSource(Path(folder), "import") as source:
         plan = _plan(source, DTYPES[precision], buffers, skip)
-        check_space(target, plan.nbytes)
-        with failures_named(target), new_folder(target) as staging:
-            _write_data(staging, source, plan, progress)
+        files = [entry.path for entry in source.entries.values()]
+        identity = identity_of(files, [VERSION, _PART, _PIECE, precision, list(buffers), list(skip)])
+        check_space(target, plan.nbytes - written_bytes(target, identity))
+        with failures_named(target), unfinished_folder(target, identity) as staging:
+            _write_parts(staging, source, plan, progress)
             extra = {"step": 0, "imported": Path(folder).name}
             _write_manifest(staging, source, plan, extra)
 
@@ -80,6 +85,19 @@ class _Plan:
     source: SafetensorsSource
     formats: dict[str, StateFormat]
     buffers: tuple[str, ...]
+
+    @functools.cached_property
+    def parts(self) -> list[list[str]]:
+        """Names of the tensors in each data file."""
+        found: list[list[str]] = [[]]
+        used = 0
+        for name in (*self.formats, *self.buffers):
+            if found[-1] and used >= _PART:
+                found.append([])
+                used = 0
+            found[-1].append(name)
+            used += self.source.entries[name].nbytes
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +135,7 @@ def _plan(source: SafetensorsSource, dtype: torch.dtype, buffers: Sequence[str],
 
 
 class _Data:
-    """The data file of the only rank and its extents."""
+    """The data file of a part and its extents."""
 
     def __init__(self, file: OutputFile) -> None:
         self.file = file
@@ -145,23 +163,32 @@ def _digest_of_zeros(nbytes: int) -> str:
     return xxhash.xxh3_64_hexdigest(bytes(nbytes))
 
 
-def _write_data(staging: Path, source: SafetensorsSource, plan: _Plan, progress: ByteProgress | None) -> None:
-    with OutputFile(staging / f"{rank_stem(0)}.bin") as file:
-        data = _Data(file)
-        done, total = 0, sum(source.entries[name].nbytes for name in (*plan.formats, *plan.buffers))
-        for name in (*plan.formats, *plan.buffers):
-            for start, stop in _pieces(source.entries[name].numel):
-                values = source.read(name, start, stop)
-                if name in plan.formats:
-                    _add_parameter(data, name, plan.formats[name], start, values)
-                else:
-                    data.add(name, "buffer", start, values)
-                done += values.nbytes
+def _write_parts(staging: Path, source: SafetensorsSource, plan: _Plan, progress: ByteProgress | None) -> None:
+    sizes = [sum(source.entries[name].nbytes for name in names) for names in plan.parts]
+    done = 0
+    for part, names in enumerate(plan.parts):
+        if is_whole(staging, part):
+            done += sizes[part]
+            continue
+        with OutputFile(staging / f"{rank_stem(part)}.bin") as file:
+            data = _Data(file)
+            for nbytes in _add_tensors(data, names, source, plan):
+                done += nbytes
                 if progress is not None:
-                    progress(done, total)
-    index = index_as_json(file.position, {}, data.extents, data.checks)
-    write_json(staging / f"{rank_stem(0)}.json", index)
-    sync_path(staging / f"{rank_stem(0)}.json")
+                    progress(done, sum(sizes))
+        finish_part(staging, part, index_as_json(file.position, {}, data.extents, data.checks))
+
+
+def _add_tensors(data: _Data, names: Sequence[str], source: SafetensorsSource, plan: _Plan) -> Iterator[int]:
+    """Gives the bytes that were read after each piece."""
+    for name in names:
+        for start, stop in _pieces(source.entries[name].numel):
+            values = source.read(name, start, stop)
+            if name in plan.formats:
+                _add_parameter(data, name, plan.formats[name], start, values)
+            else:
+                data.add(name, "buffer", start, values)
+            yield values.nbytes
 
 
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:
@@ -197,13 +224,15 @@ def _write_manifest(staging: Path, source: SafetensorsSource, plan: _Plan, extra
     manifest = {
         "format": FORMAT,
         "version": VERSION,
-        "world_size": 1,
+        "world_size": len(plan.parts),
         "page": PAGE,
         "parameters": records,
         "buffers": buffers,
         "optimizer": None,
         "extra": extra,
-        "indexes": [read_json(staging / f"{rank_stem(0)}.json", "the index")[CHECKSUM]],
+        "indexes": [
+            read_json(staging / f"{rank_stem(part)}.json", "the index")[CHECKSUM] for part in range(len(plan.parts))
+        ],
     }
     write_json(staging / MANIFEST, manifest)
     sync_path(staging / MANIFEST)
