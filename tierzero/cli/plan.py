@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .failures import reported
-from .values import write_new
+from .values import check_new, write_new
 
 
 def add_to(app: typer.Typer) -> None:
@@ -49,6 +49,8 @@ def plan(
 
         loaded = Config.load(config).override(assignments or [])
         loaded.check()
+        if out is not None:
+            check_new(out)
         planner = Planner(loaded, site_of(str(profile) if profile is not None else None, ranks, nodes))
         try:
             found = planner.plan()
