@@ -166,3 +166,12 @@ def test_the_command_says_in_a_line_what_must_change(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f'tierzero: error: {file}: optimizer.type = "Lion": there are AdamW and Adam')
     assert result.stderr.count("\n") == 1
+
+
+def test_a_peak_that_waits_to_be_filled_in_is_the_optimizers() -> None:
+    given = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 10}},
+    }
+    assert translate(given).config.optimizer.lr == 3e-4

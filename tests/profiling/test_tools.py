@@ -27,6 +27,7 @@ def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
 
 
+@pytest.mark.long
 def test_compare_prints_what_both_systems_measured(tmp_path: Path) -> None:
     common = [*TINY, "--rounds", "1", "--steps", "2", "--warmup", "1", "--nvme", str(tmp_path), "--json"]
     done = tool("compare.py", *common, "plain", "tierzero-nvme-gradients")
@@ -86,6 +87,7 @@ def test_a_cap_is_enforced() -> None:
     assert beyond.returncode != 0
 
 
+@pytest.mark.long
 def test_scale_names_the_largest_size_that_trains(tmp_path: Path) -> None:
     arguments = ["--seq-len", "32", "--batch", "2", "--steps", "2", "--nvme", str(tmp_path)]
     done = tool("scale.py", "--sizes", "tiny", "--cap", "2GiB", *arguments)

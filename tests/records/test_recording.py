@@ -192,3 +192,9 @@ def test_recording_changes_no_bit(tmp_path: Path) -> None:
             weights.append(tz.full_state_dict(model))
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]), name
+
+
+def test_a_folder_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    with files.locked(tmp_path, 0), pytest.raises(tz.ConfigError, match="written by another run"):
+        files.locked(tmp_path, 0)
+    files.locked(tmp_path, 0).close()

@@ -15,6 +15,7 @@ from tierzero.cli.app import app
 from tierzero.config import Config
 from tierzero.errors import BudgetError
 from tierzero.planner.machine import MachineProfile
+from tierzero.planner.machines import bundled_names
 from tierzero.planner.search import Choice, Options, fastest
 from tierzero.train import prepare, train
 from tierzero.training.planned import Planner, Site
@@ -177,3 +178,36 @@ def test_options_are_tried_in_their_order_and_kept_without_a_gain() -> None:
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert MachineProfile.load(profile(tmp_path)) == machine()
+
+
+@pytest.mark.parametrize("name", bundled_names())
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bundled_machines_can_be_planned_for(tmp_path: Path, name: str, ranks: int) -> None:
+    (tmp_path / "run.toml").write_text(MODEL)
+    if ranks == 2 and "node" not in name:
+        return
+    done = plan(tmp_path / "run.toml", "--profile", name, "--ranks", str(ranks), "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["fits"] is True
+
+
+def test_durable_tiers_count_both_slots(tmp_path: Path) -> None:
+    more = '[placement]\nparams = "nvme"\noptimizer = "nvme"\n[checkpoint]\ndir = "c"\n'
+    once = json.loads(plan(configuration(tmp_path, more=more), "--profile", profile(tmp_path), "--json").stdout)
+    path = configuration(tmp_path, more=f"{more}durable = true\n")
+    twice = json.loads(plan(path, "--profile", profile(tmp_path), "--json").stdout)
+    assert twice["peak_bytes"]["nvme"] == 2 * once["peak_bytes"]["nvme"]
+    done = plan(path, "--profile", profile(tmp_path), "--set", f"tiers.nvme_limit={once['peak_bytes']['nvme'] + 4096}")
+    assert done.exit_code == 2
+    assert "two slots" in done.stderr
+
+
+def test_many_micro_batches_take_as_long_as_simulating_each_would(tmp_path: Path) -> None:
+    def step_s(micro_steps: int) -> float:
+        sets = ("--set", f"train.batch_size={micro_steps}", "--set", "train.micro_batch=1")
+        done = plan(configuration(tmp_path), "--profile", profile(tmp_path), "--json", *sets)
+        return float(json.loads(done.stdout)["predicted_step_s"])
+
+    four, five, forty = step_s(4), step_s(5), step_s(40)
+    assert forty == pytest.approx(four + 36 * (five - four), rel=1e-6)
+    assert five > four

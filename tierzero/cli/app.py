@@ -84,7 +84,7 @@ def _number(text: str) -> int:
     return int(found)
 
 
-_SIZE_HELP = "memory per rank that there is, as 80GB; else that of [tiers] in the configuration."
+_SIZE_HELP = "memory per rank that there is, as 80GB; else what the configuration says."
 
 
 @app.command()

@@ -26,7 +26,7 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Host(_Part):
@@ -59,8 +59,8 @@ class MatmulRate(_Part):
     cores of the node, or on one device.
     """
 
-    rows: PositiveInt
-    width: PositiveInt
+    rows: int = Field(gt=0, le=1 << 40)
+    width: int = Field(gt=0, le=1 << 40)
     flops: PositiveFloat
 
 
@@ -161,7 +161,7 @@ class MachineProfile(_Part):
             value = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{file}: cannot read the machine profile: {error.strerror or error}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{file}: not a machine profile: {error}; write one with tierzero bench all --save"
             ) from None

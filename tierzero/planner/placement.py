@@ -56,16 +56,22 @@ def place(
         tier = budgets.compute_tier(getattr(request, kind))
         room[tier] -= sum(page_round(BYTES_OF[kind](group, group.elements(kind))) for group in shape.groups)
         chosen[kind] = [[tier] * len(numels) for numels in tiles]
+    # A GPU updates what lies in its memory: optimizer state is only of use there beside the weights.
+    with_weights = request.optimizer == "auto" and not budgets.device_is_host
     kinds = [kind for kind in KINDS if kind not in chosen]
-    for kind in sorted(kinds, key=lambda k: (getattr(request, k) == "auto", request.order.index(k))):
+    kinds.sort(key=lambda k: (getattr(request, k) == "auto", request.order.index(k)))
+    if with_weights and "params" in kinds and kinds.index("optimizer") < kinds.index("params"):
+        kinds.remove("params")
+        kinds.insert(kinds.index("optimizer"), "params")
+    for kind in kinds:
         chooser = _Chooser(getattr(request, kind), room, budgets.nvme)
-        # A GPU updates what lies in its memory: optimizer state is only of use there beside the weights.
-        with_weights = kind == "optimizer" and request.optimizer == "auto" and not budgets.device_is_host
         chosen[kind] = [
             [
                 chooser.choose(
                     page_round(BYTES_OF[kind](group, numel)),
-                    device_allowed=not with_weights or chosen["params"][index][tile_index] is Tier.DEVICE,
+                    device_allowed=kind != "optimizer"
+                    or not with_weights
+                    or chosen["params"][index][tile_index] is Tier.DEVICE,
                 )
                 for tile_index, numel in enumerate(numels)
             ]

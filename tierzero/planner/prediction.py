@@ -81,6 +81,16 @@ _NAMES = {"processor": "compute", "drive": "nvme", "link": "link", "network": "n
 
 def step_case(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> StepCase:
     """What is simulated for ``plan``."""
+    if load.dtype not in machine.compute:
+        raise ConfigError(
+            f"plan: the machine profile {machine.name!r} has no rates for {load.dtype}; measure again with "
+            "tierzero bench all --save"
+        )
+    if plan.nvme_state and machine.all_drives() is None:
+        raise ConfigError(
+            f"plan: state is placed on nvme, but the machine profile {machine.name!r} has no drive; measure it with "
+            "tierzero bench all --nvme PATH --save"
+        )
     units = unit_works(load.shape, plan, load.ranks.size, machine.device is None)
     gather, reduce = _collective_seconds(load, machine, [u.gathered for u in units], [u.gradient for u in units])
     forward, backward = _accesses(load, machine)

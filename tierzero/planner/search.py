@@ -43,12 +43,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with what comes of it. ``activations``: bytes at most, of the device tier."""
+    """A choice with what comes of it. ``activations``: bytes at most, beside the device tier's pools."""
 
     choice: Choice
     plan: MemoryPlan
     prediction: Prediction
     activations: int
+    second_slots: int = 0
+    """Bytes of tier files for durable tiers, beside those of the plan."""
 
     @property
     def step_s(self) -> float:

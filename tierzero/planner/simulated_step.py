@@ -17,6 +17,8 @@ from tierzero.planner.step_case import Access, Phases, StepCase
 from tierzero.planner.step_units import TileWork
 
 _MOST_STEPS = 6
+_MICRO_STEPS = 4
+"""Micro-batches of a step that are simulated; more are like the last but one of them."""
 
 
 @dataclass
@@ -67,21 +69,33 @@ class SimulatedStep:
         begun, moved, self._waiting = self._sim.now, self._tiles.moved, {}
         busy = {name: resource.busy for name, resource in self._sim.resources.items()}
         forward = backward = 0.0
-        for number in range(self.case.micro_steps):
+        repeated: Phases | None = None
+        simulated = min(self.case.micro_steps, _MICRO_STEPS)
+        for number in range(simulated):
+            before = self._so_far(begun, busy, moved, forward, backward)
             start = self._sim.now
             self._cursor = 0
             for access in self.case.forward:
                 self._use(access, last_backward=False)
             middle = self._sim.now
-            self._backward(adds=number > 0, last=number + 1 == self.case.micro_steps)
+            self._backward(adds=number > 0, last=number + 1 == simulated)
             forward, backward = forward + middle - start, backward + self._sim.now - middle
+            if number == simulated - 2:
+                repeated = self._so_far(begun, busy, moved, forward, backward).since(before)
         start = self._sim.now
         self._optimizer_step()
+        whole = self._so_far(begun, busy, moved, forward, backward, self._sim.now - start)
+        more = self.case.micro_steps - simulated
+        return whole.with_more(repeated, more) if repeated is not None and more else whole
+
+    def _so_far(
+        self, begun: float, busy: dict[str, float], moved: float, forward: float, backward: float, update: float = 0.0
+    ) -> Phases:
         return Phases(
             self._sim.now - begun,
             forward,
             backward,
-            self._sim.now - start,
+            update,
             {name: resource.busy - busy[name] for name, resource in self._sim.resources.items()},
             dict(self._waiting),
             self._tiles.moved - moved,

@@ -81,3 +81,20 @@ class Phases:
     busy: dict[str, float]
     waiting: dict[str, float]
     nvme_bytes: float
+
+    def since(self, before: Phases) -> Phases:
+        """What came after ``before`` in the same step."""
+        return self.with_more(before, -1)
+
+    def with_more(self, part: Phases, times: int) -> Phases:
+        """With ``part`` so many times more."""
+        names = dict.fromkeys((*self.waiting, *part.waiting))
+        return Phases(
+            self.step + times * part.step,
+            self.forward + times * part.forward,
+            self.backward + times * part.backward,
+            self.update + times * part.update,
+            {name: seconds + times * part.busy[name] for name, seconds in self.busy.items()},
+            {name: self.waiting.get(name, 0.0) + times * part.waiting.get(name, 0.0) for name in names},
+            self.nvme_bytes + times * part.nvme_bytes,
+        )

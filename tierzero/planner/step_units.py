@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tierzero.planner.shape import GroupShape, MemoryPlan, ModelShape, TileHomes
 from tierzero.tiers import Tier, page_round
 
-MOST_TILES = 3000
+MOST_TILES = 1000
 """Of a simulated step. A larger model's are taken several as one."""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tierzero.errors import ConfigError
 
@@ -99,3 +100,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def locked(folder: Path, rank: int) -> IO[str]:
+    """This rank's part of the record is this process's until the file is closed. Raises ConfigError where another run
+    has it, and OSError.
+    """
+    file = (folder / f".rank-{rank:05d}.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"log.dir: {folder} is being written by another run; choose another folder") from None
+    except OSError:
+        pass  # a file system without locks
+    return file

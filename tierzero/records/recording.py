@@ -37,6 +37,7 @@ class Recording:
         self._wall = time.time() - time.perf_counter()
         files.check_folder(folder)
         try:
+            self._lock = files.locked(folder, self._rank)
             self._prepare(config)
         except OSError as error:
             raise ConfigError(f"log.dir: cannot write in {folder}: {error.strerror or error}") from None
@@ -66,6 +67,7 @@ class Recording:
         """Ends the record; what has been recorded is on its way to the drive when this returns."""
         self._runtime.timeline.stop()
         self._writing.close()
+        self._lock.close()
 
     # On the training thread, at the end of a step.
 

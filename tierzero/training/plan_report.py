@@ -44,7 +44,11 @@ def as_json(plan: Plan, improvements: Sequence[Improvement], default: Plan | Non
 def peak_bytes(plan: Plan) -> dict[str, int]:
     """Per rank, at most."""
     memory = plan.best.plan
-    return {"device": memory.device + plan.best.activations, "host": memory.host, "nvme": memory.nvme_state}
+    return {
+        "device": memory.device + plan.best.activations,
+        "host": memory.host,
+        "nvme": memory.nvme_state + plan.best.second_slots,
+    }
 
 
 def lines(plan: Plan, improvements: Sequence[Improvement], default: Plan | None) -> list[str]:
@@ -98,23 +102,25 @@ def _bound(plan: Plan) -> str:
 
 def _memory_table(plan: Plan) -> list[str]:
     memory, budgets = plan.best.plan, plan.budgets
-    device_kind = " (host memory here)" if budgets.device_is_host else ""
+    nvme = memory.nvme_state + plan.best.second_slots
+    slots = ", two slots of each tile" if plan.best.second_slots else ""
     rows = [
         ("tier", "most", "budget", "of that"),
         (
-            "device",
-            amount(memory.device + plan.best.activations),
+            "device (host memory)" if budgets.device_is_host else "device",
+            amount(memory.device),
             amount(budgets.device_limit),
             f"state {amount(memory.device_state)}, gathered {amount(memory.arena)}, gradients on their way "
-            f"{amount(memory.buckets)}, activations {amount(plan.best.activations)}{device_kind}",
+            f"{amount(memory.buckets)}",
         ),
+        ("activations", amount(plan.best.activations), "", "beside the device's budget, in the same memory"),
         (
             "host",
             amount(memory.host),
             amount(budgets.host_limit),
             f"state {amount(memory.host_state)}, tiles in flight {amount(memory.staging)}",
         ),
-        ("nvme", amount(memory.nvme_state), "", f"{amount(plan.best.prediction.phases.nvme_bytes)} moved a step"),
+        ("nvme", amount(nvme), "", f"{amount(plan.best.prediction.phases.nvme_bytes)} moved a step{slots}"),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [

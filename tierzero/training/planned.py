@@ -30,6 +30,7 @@ from ..planner.work import ModelWork
 from ..runtime.build import budgets_here
 from ..runtime.draft import DTYPES, Draft, draft
 from ..sharding.stages import KINDS
+from ..tiers import Tier
 from .ranks import Ranks, micro_batches
 from .settings import said_with
 
@@ -71,6 +72,12 @@ class Planner:
     def __init__(self, config: Config, site: Site) -> None:
         if site.ranks % site.nodes:
             raise ConfigError(f"plan: {site.ranks} ranks cannot be divided among {site.nodes} nodes; give a multiple")
+        device = site.machine.device
+        if not site.here and device is not None and site.local > device.count:
+            raise ConfigError(
+                f"plan: {site.local} ranks on a node, but {site.machine.name} has {device.count} devices; give more "
+                "--nodes"
+            )
         self.config, self.site = config, site
         self.micro_batch, self.micro_steps = micro_batches(config, Ranks(0, site.ranks, 0, site.local))
         with torch.device("meta"), tz.empty_init():
@@ -176,10 +183,25 @@ class Planner:
         )
         plan = plan_memory(self.shape, request, _without(budgets, activations))
         _check_device(plan, activations, site.machine)
+        second = self._second_slots(plan)
+        if plan.nvme_state + second > budgets.nvme_capacity:
+            missing = plan.nvme_state + second - budgets.nvme_capacity
+            raise BudgetError(
+                f"tiers.nvme: {missing:,} bytes short of {plan.nvme_state + second:,} (two slots of each tile: "
+                "checkpoint.durable); use larger drives, raise tiers.nvme_limit, or place less there",
+                missing,
+            )
         try:
-            return Candidate(choice, plan, predict(load, plan, site.machine), activations)
+            return Candidate(choice, plan, predict(load, plan, site.machine), activations, second)
         except RuntimeError as error:
             raise BudgetError(f"plan: {error}; raise tiers.device") from None
+
+    def _second_slots(self, plan: MemoryPlan) -> int:
+        """Bytes of tier files that durable tiers take beside the first slots."""
+        if not self.config.checkpoint.durable:
+            return 0
+        totals = totals_by_kind(self.shape, plan.homes, plan.tile)
+        return totals["params"][Tier.NVME] + totals["optimizer"][Tier.NVME]
 
     def _workload(self, choice: Choice, site: Site, segment: int) -> Workload:
         recomputed = list(dict.fromkeys(self._units[name] for name in self._draft.blocks)) if segment else []
@@ -228,11 +250,16 @@ def settings(plan: Plan) -> dict[str, dict[str, Any]]:
     """The keys by which a run follows the plan: the placements follow from the order."""
     best = plan.best
     return {
-        "placement": {"order": list(best.choice.order)},
+        **({"placement": {"order": list(best.choice.order)}} if _competes(plan.config) else {}),
         "tiers": {"tile": best.plan.tile, "prefetch": best.plan.prefetch},
         "optimizer": {"overlap": best.choice.overlap},
         "activations": {"recompute": best.choice.recompute},
     }
+
+
+def _competes(config: Config) -> bool:
+    """Whether `placement.order` decides anything."""
+    return [getattr(config.placement, kind) for kind in KINDS].count("auto") > 1
 
 
 def planned_config(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -269,6 +296,13 @@ def _machine_here() -> MachineProfile:
 
 
 def site_of(profile: str | None, ranks: int | None, nodes: int) -> Site:
-    """``ranks`` None: one rank on this machine. Raises ConfigError for a profile that cannot be read."""
+    """``ranks`` None: one rank, on this machine if the profile is of it. Raises ConfigError for a bad profile."""
     machine = MachineProfile.load(profile) if profile is not None else _machine_here()
-    return Site(machine, ranks or 1, nodes, here=ranks is None)
+    return Site(machine, ranks or 1, nodes, here=ranks is None and _is_this_one(machine))
+
+
+def _is_this_one(machine: MachineProfile) -> bool:
+    """By its memory and whether it has a GPU."""
+    memory = int(psutil.virtual_memory().total)
+    alike: bool = abs(machine.host.memory_bytes - memory) < 0.05 * memory
+    return alike and (machine.device is not None) is torch.cuda.is_available()

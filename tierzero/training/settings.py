@@ -15,10 +15,15 @@ Settings = Mapping[str, Mapping[str, Any]]
 def said_with(config: Config, changes: Settings) -> dict[str, dict[str, Any]]:
     """What the configuration says, paths made absolute, and ``changes`` over it."""
     every, given = config.to_dict(), config.given()
-    said = {name: {key: every[name][key] for key in keys if key in every[name]} for name, keys in given.items()}
+    said = {name: {key: _short(every[name][key]) for key in keys if key in every[name]} for name, keys in given.items()}
     for name, keys in changes.items():
         said[name] = {**said.get(name, {}), **keys}
     return said
+
+
+def _short(value: Any) -> Any:
+    """A placement on one tier as its name."""
+    return next(iter(value)) if isinstance(value, dict) and list(value.values()) == [1.0] else value
 
 
 def set_lines(changes: Settings) -> list[str]:

@@ -116,6 +116,10 @@ def _peak(draft: Draft, schedule: Schedule) -> None:
     if schedule.name == "cosine":
         draft.tell(key, Outcome.NOT_NEEDED, "WarmupCosineLR goes up to the optimizer's lr")
         return
+    own = draft.value(f"{_OPTIMIZER}.lr")
+    if draft.value(key) == "auto" and isinstance(own, int | float) and not isinstance(own, bool):
+        draft.set(key, "optimizer.lr", float(own), "the optimizer's lr, which whoever fills in has to give too")
+        return
     if draft.auto(key, "optimizer.lr"):
         return
     peak = draft.number(key)
