@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tierzero.errors import ConfigError
 from tierzero.planner.fluid import Shared
-from tierzero.planner.machine import Dtype, MachineProfile, rate_at
+from tierzero.planner.machine import CollectiveRate, Dtype, MachineProfile, rate_at
 from tierzero.planner.shape import MemoryPlan, ModelShape
 from tierzero.planner.simulated_step import SimulatedStep
 from tierzero.planner.step_case import Access, Phases, Speeds, StepCase
@@ -71,12 +71,12 @@ class Prediction:
 def predict(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> Prediction:
     """Raises RuntimeError where the plan's memory would not do for the step."""
     phases = SimulatedStep(step_case(load, plan, machine)).run()
-    shares = {_NAMES[name]: busy / phases.step for name, busy in phases.busy.items()}
+    shares = {BOUND_NAMES[name]: busy / phases.step for name, busy in phases.busy.items()}
     bound = max(shares, key=lambda name: shares[name])
     return Prediction(phases, bound if shares[bound] >= BOUND else "memory")
 
 
-_NAMES = {"processor": "compute", "drive": "nvme", "link": "link", "network": "network"}
+BOUND_NAMES = {"processor": "compute", "drive": "nvme", "link": "link", "network": "network"}
 
 
 def step_case(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> StepCase:
@@ -117,7 +117,6 @@ def _speeds(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> Speeds
     share = 1 / load.ranks.local
     drive = machine.all_drives()
     alone = machine.device is None
-    threads = max(1, machine.host.cores // load.ranks.local)
     return Speeds(
         # Where the cores compute and update, each gets half of them while both have work.
         processor=Shared.halves(1.0, 1.0, 1.0) if alone else Shared(1.0, 1.0, 1.0, 1.0),
@@ -127,7 +126,7 @@ def _speeds(load: Workload, plan: MemoryPlan, machine: MachineProfile) -> Speeds
         link=Shared.halves(machine.device.to_device, machine.device.to_host, machine.device.both)
         if machine.device is not None
         else None,
-        adam=machine.adam_rate(threads) if load.ranks.local == 1 else machine.adam_rate(machine.host.cores) * share,
+        adam=machine.adam_rate(machine.host.cores) * share,
         gradient_copy=_gradient_bytes(load, machine) * (share if alone else 1),
         host_copy=machine.host.copy_bytes * share,
         tiles_at_once=max(1, load.requests // max(1, -(-plan.staging_tile // load.block))),
@@ -159,10 +158,10 @@ def _collective_seconds(
     nodes = ranks.size // ranks.local
     between = network.between_nodes
 
-    def seconds(nbytes: int, rates: object, times: float) -> float:
+    def seconds(nbytes: int, rates: Sequence[CollectiveRate], times: float) -> float:
         if not nbytes:
             return 0.0
-        local = nbytes / rate_at(rates, nbytes) if ranks.local > 1 else 0.0  # type: ignore[arg-type]
+        local = nbytes / rate_at(rates, nbytes) if ranks.local > 1 else 0.0
         far = times * nbytes * (nodes - 1) / nodes / between if nodes > 1 and between else 0.0
         return max(local, far)
 

@@ -25,6 +25,7 @@ from ..sharding.layout import flat_layout
 from ..sharding.stages import KINDS, Stage
 from .ranks import Ranks, micro_batches
 from .text import amount, count
+from .without_memory import model_and_loss
 
 
 @dataclass(frozen=True)
@@ -105,21 +106,7 @@ def estimate_parameters(
 
 def activations_of(config: Config, micro_batch: int) -> ActivationBytes:
     """Of one micro-batch of ``micro_batch`` sequences, whatever is recomputed."""
-    seq_len, dtype = config.train.seq_len, DTYPES[config.train.precision]
-
-    def build() -> torch.nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            return bundled_model(config)
-        finally:
-            torch.set_default_dtype(before)
-
-    def run(model: torch.nn.Module) -> torch.Tensor:
-        ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64)
-        loss: torch.Tensor = model(ids, ids)
-        return loss
-
+    build, run = model_and_loss(config, micro_batch)
     return activation_bytes(build, lambda model: list(model.blocks), run)  # type: ignore[arg-type]
 
 

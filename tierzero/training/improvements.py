@@ -45,7 +45,6 @@ def improvements(planner: Planner, plan: Plan) -> list[Improvement]:
 def _variants(planner: Planner, plan: Plan) -> Iterator[tuple[str, Planner | None, Site, Budgets, float]]:
     """(what is changed, the planner of a changed job, the site, the budgets, times as many tokens)."""
     site, budgets, machine = plan.site, plan.budgets, plan.site.machine
-    here = dataclasses.replace(site)  # of another profile below: its budgets are given
     more = _more_memory(budgets.host_limit)
     host = dataclasses.replace(
         budgets,
@@ -53,14 +52,14 @@ def _variants(planner: Planner, plan: Plan) -> Iterator[tuple[str, Planner | Non
         host_free=budgets.host_free + more,
         available=budgets.available + more,
     )
-    yield f"{amount(more * site.local)} more host memory on each node", None, here, host, 1
+    yield f"{amount(more * site.local)} more host memory on each node", None, site, host, 1
     if machine.device is not None:
         more = _more_memory(budgets.device_limit)
         device = dataclasses.replace(
             budgets, device=None if budgets.device is None else budgets.device + more,
             device_free=budgets.device_free + more,
         )  # fmt: skip
-        yield f"{amount(more)} more memory on each device", None, here, device, 1
+        yield f"{amount(more)} more memory on each device", None, site, device, 1
         link = machine.device.model_copy(
             update={name: 2 * getattr(machine.device, name) for name in ("to_device", "to_host", "both")}
         )

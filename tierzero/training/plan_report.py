@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..planner.prediction import BOUND_NAMES
 from .improvements import Improvement
 from .planned import Plan, placement_of, settings
 from .settings import set_lines
@@ -90,9 +91,8 @@ def _places(plan: Plan) -> list[str]:
 def _bound(plan: Plan) -> str:
     prediction = plan.best.prediction
     phases = prediction.phases
-    names = {"processor": "compute", "drive": "nvme", "link": "link", "network": "network"}
     shares = ", ".join(
-        f"{names[name]} {100 * busy / phases.step:.0f}%" for name, busy in phases.busy.items() if busy > 0
+        f"{BOUND_NAMES[name]} {100 * busy / phases.step:.0f}%" for name, busy in phases.busy.items() if busy > 0
     )
     waits = sum(phases.waiting.values())
     waiting = f"; the model waits for {100 * waits / phases.step:.0f}%" if waits > 0.005 * phases.step else ""
@@ -102,7 +102,6 @@ def _bound(plan: Plan) -> str:
 
 def _memory_table(plan: Plan) -> list[str]:
     memory, budgets = plan.best.plan, plan.budgets
-    nvme = memory.nvme_state + plan.best.second_slots
     slots = ", two slots of each tile" if plan.best.second_slots else ""
     rows = [
         ("tier", "most", "budget", "of that"),
@@ -120,7 +119,12 @@ def _memory_table(plan: Plan) -> list[str]:
             amount(budgets.host_limit),
             f"state {amount(memory.host_state)}, tiles in flight {amount(memory.staging)}",
         ),
-        ("nvme", amount(nvme), "", f"{amount(plan.best.prediction.phases.nvme_bytes)} moved a step{slots}"),
+        (
+            "nvme",
+            amount(peak_bytes(plan)["nvme"]),
+            "",
+            f"{amount(plan.best.prediction.phases.nvme_bytes)} moved a step{slots}",
+        ),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [

@@ -26,13 +26,13 @@ from ..planner.prediction import Ranks as PlannedRanks
 from ..planner.prediction import Workload, predict, transient_peak
 from ..planner.search import Candidate, Choice, Options, fastest
 from ..planner.shape import Budgets, MemoryPlan, ModelShape
-from ..planner.work import ModelWork
 from ..runtime.build import budgets_here
-from ..runtime.draft import DTYPES, Draft, draft
+from ..runtime.draft import Draft, draft
 from ..sharding.stages import KINDS
 from ..tiers import Tier
 from .ranks import Ranks, micro_batches
 from .settings import said_with
+from .without_memory import model_and_loss
 
 _USABLE = 0.8
 """Of a machine's memory, where its free memory is not known: the rest is the system's."""
@@ -86,25 +86,8 @@ class Planner:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.shape = self._draft.shape()
         self._units = {name: index for index, spec in enumerate(self._draft.specs) for name in spec.modules}
-        self.work = self._count()
-
-    def _count(self) -> ModelWork:
-        config, dtype = self.config, DTYPES[self.config.train.precision]
-
-        def build() -> torch.nn.Module:
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(dtype)
-            try:
-                return bundled_model(config)
-            finally:
-                torch.set_default_dtype(before)
-
-        def run(model: torch.nn.Module) -> torch.Tensor:
-            ids = torch.zeros(self.micro_batch, config.train.seq_len, dtype=torch.int64)
-            loss: torch.Tensor = model(ids, ids)
-            return loss
-
-        return count_work(build, self._units, run)
+        build, run = model_and_loss(config, self.micro_batch)
+        self.work = count_work(build, self._units, run)
 
     def plan(self, options: Options | None = None, site: Site | None = None, budgets: Budgets | None = None) -> Plan:
         """The fastest of ``options`` (None: all that the configuration leaves open). Raises BudgetError when none
@@ -144,10 +127,9 @@ class Planner:
 
     def _orders(self, said: bool) -> list[tuple[str, ...]]:
         """All of them where kinds of state compete for faster memory."""
-        placement, own = self.config.placement, tuple(self.config.placement.order)
-        kinds = [kind for kind in KINDS if getattr(placement, kind) == "auto"]
+        own = tuple(self.config.placement.order)
         one_memory = self.site.machine.device is None and not self.config.tiers.nvme
-        if said or len(kinds) < 2 or one_memory:
+        if said or not _competes(self.config) or one_memory:
             return [own]
         return [own, *(order for order in itertools.permutations(KINDS) if order != own)]
 
