@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tierzero.checked_json import write_json
 from tierzero.checkpoint.manifest import rank_stem
-from tierzero.checkpoint.output import partial_of
-from tierzero.tiers.file import sync_path
+from tierzero.checkpoint.output import give_name, partial_of
+from tierzero.tiers.file import sync_path, write_json_flushed
 
 _IDENTITY = "import.json"
 
@@ -51,9 +50,7 @@ def unfinished_folder(target: Path, identity: str) -> Iterator[Path]:
     try:
         yield staging
         known.unlink()
-        sync_path(staging)
-        staging.rename(target)
-        sync_path(target.parent)
+        give_name(staging, target)
     except Exception:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -66,9 +63,5 @@ def is_whole(staging: Path, part: int) -> bool:
 
 def finish_part(staging: Path, part: int, index: dict[str, Any]) -> None:
     """Once the data of a part is on the drive. Raises OSError."""
-    path = staging / f"{rank_stem(part)}.json"
-    unnamed = path.with_suffix(".tmp")
-    write_json(unnamed, index)
-    sync_path(unnamed)
-    unnamed.rename(path)
+    write_json_flushed(staging / f"{rank_stem(part)}.json", index)
     sync_path(staging)

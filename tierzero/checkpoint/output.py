@@ -106,6 +106,13 @@ class OutputFile:
             self._temporary.unlink(missing_ok=True)
 
 
+def give_name(staging: Path, target: Path) -> None:
+    """A folder whose files are on the drive appears as ``target``. Raises OSError."""
+    sync_path(staging)
+    staging.rename(target)
+    sync_path(target.parent)
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` to write to; it gets that name at the end, and goes after an error.
@@ -117,9 +124,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     staging.mkdir(parents=True)
     try:
         yield staging
-        sync_path(staging)
-        staging.rename(target)
-        sync_path(target.parent)
+        give_name(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

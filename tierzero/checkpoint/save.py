@@ -38,7 +38,7 @@ from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, slot_of
 from tierzero.tiers import PAGE, Priority
-from tierzero.tiers.file import sync_path
+from tierzero.tiers.file import sync_path, write_json_flushed
 
 _POLL_S = 0.05
 _PATIENCE_S = 30.0
@@ -192,10 +192,7 @@ class _Save:
         """Under its name only when the data it speaks of is on the drive."""
         writer.sync()
         path = self._staging / f"{rank_stem(self._runtime.world.rank)}.json"
-        unfinished = path.with_suffix(".tmp")
-        write_json(unfinished, writer.index(self._content.rng))
-        sync_path(unfinished)
-        unfinished.rename(path)
+        write_json_flushed(path, writer.index(self._content.rng))
 
     async def _seal_when_whole(self, written: Future[None]) -> None:
         await asyncio.shield(asyncio.wrap_future(written))

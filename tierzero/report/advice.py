@@ -156,55 +156,55 @@ def update_waits(facts: Facts) -> Finding | None:
     )
 
 
+def _spent_on(
+    facts: Facts, phase: str, rule: str, title: str, text: str, least: float = WORTH_A_WORD
+) -> Finding | None:
+    """What a phase took, if it was ``least`` of the time; ``text`` goes on behind the share."""
+    share = facts.step.share(phase)
+    return Finding(rule, share, title, f"{_percent(share)} of the time {text}") if share >= least else None
+
+
 def recompute(facts: Facts) -> Finding | None:
-    share = facts.step.share("recompute")
-    if share < 2 * WORTH_A_WORD:
-        return None
-    return Finding(
+    return _spent_on(
+        facts,
         "recompute",
-        share,
+        "recompute",
         "Recomputation",
-        f"{_percent(share)} of the time runs forwards again for the backward. Where memory is left, "
-        'activations.recompute = "none" saves it.',
+        'runs forwards again for the backward. Where memory is left, activations.recompute = "none" saves it.',
+        least=2 * WORTH_A_WORD,
     )
 
 
 def own_loop(facts: Facts) -> Finding | None:
-    share = facts.step.share("other")
-    if share < WORTH_A_WORD:
-        return None
-    return Finding(
+    return _spent_on(
+        facts,
+        "other",
         "outside",
-        share,
         "Outside the model",
-        f"{_percent(share)} of the time is inside the step but in no forward or backward of the model: the loss, the "
-        "data of later micro-batches, or other work of the loop.",
+        "is inside the step but in no forward or backward of the model: the loss, the data of later micro-batches, or "
+        "other work of the loop.",
     )
 
 
 def between(facts: Facts) -> Finding | None:
-    share = facts.step.share("between")
-    if share < WORTH_A_WORD:
-        return None
-    return Finding(
+    return _spent_on(
+        facts,
         "between",
-        share,
+        "between",
         "Between steps",
-        f"{_percent(share)} of the time passes between the steps: loading data, validation, checkpoints "
-        "(checkpoint.async writes them beside the training), the loop's own bookkeeping.",
+        "passes between the steps: loading data, validation, checkpoints (checkpoint.async writes them beside the "
+        "training), the loop's own bookkeeping.",
     )
 
 
 def step_call(facts: Facts) -> Finding | None:
-    share = facts.step.share("optimizer_step")
-    if share < WORTH_A_WORD:
-        return None
-    return Finding(
+    return _spent_on(
+        facts,
+        "optimizer_step",
         "step call",
-        share,
         "The call of the optimizer",
-        f"{_percent(share)} of the time is in clip_grad_norm_ and optimizer.step() themselves, waits not counted: many "
-        "small parameters, each with hyperparameters to fix.",
+        "is in clip_grad_norm_ and optimizer.step() themselves, waits not counted: many small parameters, each with "
+        "hyperparameters to fix.",
     )
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from tierzero.checked_json import write_json
 from tierzero.errors import TierError
 
 Direct = Literal["auto"] | bool
@@ -111,6 +112,14 @@ class TransferFile(Protocol):
 
     def free_bytes(self, path_index: int) -> int:
         """Free space of the file system that the real file lies on."""
+
+
+def write_json_flushed(path: Path, value: dict[str, Any]) -> None:
+    """The object gets its name when all of it is on the drive; flushing the name is the caller's. Raises OSError."""
+    unnamed = path.with_suffix(".tmp")
+    write_json(unnamed, value)
+    sync_path(unnamed)
+    unnamed.rename(path)
 
 
 def sync_path(path: Path) -> None:

@@ -25,9 +25,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tierzero.checked_json import check_json, read_json, write_json
+from tierzero.checked_json import check_json, read_json
 from tierzero.errors import CheckpointError, ConfigError
-from tierzero.tiers.file import sync_path
+from tierzero.tiers.file import sync_path, write_json_flushed
 
 _NAME = re.compile(r"sealed-([0-9]{8,})\.json")
 FORMAT = "tierzero-sealed"
@@ -89,9 +89,8 @@ def write_record(folders: Sequence[Path], record: SealRecord) -> None:
     """The record is on every drive, whole and flushed, when this returns. Raises OSError."""
     for drive, folder in enumerate(folders):
         path = _path(folder, record.key.number)
-        unfinished = path.with_suffix(".tmp")
-        write_json(
-            unfinished,
+        write_json_flushed(
+            path,
             {
                 "format": FORMAT,
                 "version": VERSION,
@@ -107,8 +106,6 @@ def write_record(folders: Sequence[Path], record: SealRecord) -> None:
                 "content": record.content,
             },
         )
-        sync_path(unfinished)
-        unfinished.rename(path)
         sync_path(folder)
 
 
