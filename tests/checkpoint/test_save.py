@@ -63,10 +63,10 @@ PLACES: dict[str, tuple[str, int]] = {
     "in the middle": ("RankWriter.receive", 4),
     "buffers": ("RankWriter.write_buffers", 0),
     "syncing the data": ("RankWriter.sync", 0),
-    "index": ("write_json", 0),
-    "manifest": ("write_json", 1),
-    "syncing": ("sync_path", 0),
-    "syncing the folder": ("sync_path", 2),
+    "index": ("write_json_flushed", 0),
+    "manifest": ("write_json", 0),
+    "syncing the manifest": ("sync_path", 0),
+    "syncing the staging folder": ("sync_path", 1),
 }
 
 
