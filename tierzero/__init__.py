@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierzero.api import close, full_state_dict, gathered, read_state, shard, stats
+from tierzero.api import close, full_state_dict, shard, stats
 from tierzero.checkpoint import (
     discard_sealed,
     export_dcp,
@@ -32,6 +32,7 @@ from tierzero.errors import (
 from tierzero.optim.clip import clip_grad_norm_
 from tierzero.optim.optimizer import Adam, AdamW
 from tierzero.optim.scaler import LossScaler
+from tierzero.reaching import gathered, local_elements, read_state, write_state
 from tierzero.records import Recording, record
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "inspect_checkpoint",
     "load_checkpoint",
     "load_safetensors",
+    "local_elements",
     "read_state",
     "record",
     "resume",
@@ -72,4 +74,5 @@ __all__ = [
     "shard",
     "stats",
     "verify_checkpoint",
+    "write_state",
 ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tierzero.config import Config
 from tierzero.errors import ConfigError
-from tierzero.runtime.access import StateKind, persistent_buffers, read_full, write_changed
+from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.build import build_runtime
 from tierzero.runtime.fill import Init
 from tierzero.runtime.runtime import Runtime, runtime_of
-from tierzero.runtime.state import SlotState, slot_of
+from tierzero.runtime.state import SlotState, slot_required
 from tierzero.sharding.units import UnitChoice
 
 M = TypeVar("M", bound=nn.Module)
@@ -50,57 +49,6 @@ def shard(
     return model
 
 
-@contextmanager
-def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, the parameters have their full values, to read or to change in place; changes are kept.
-
-    On several ranks every rank must enter with the same parameters and make the same changes. The full values are
-    copies in memory that no budget counts: enter with a few parameters at a time. Elements that are not changed keep
-    their master weights to the last bit.
-
-    This is the place to change weights by hand. A forward that changes its own is refused; what it writes through a
-    parameter's ``.data`` goes unnoticed, and is lost unless the weights lie in memory.
-    """
-    if isinstance(parameters, nn.Module):
-        raise ConfigError("gathered: takes parameters, a few at a time, not a module; such as module.weight")
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    slots = list(dict.fromkeys(_slot(parameter) for parameter in tensors))
-    opened: list[SlotState] = []
-    try:
-        for slot in slots:
-            runtime = slot.owner
-            if slot in runtime.held_open:
-                continue
-            runtime.require_open()
-            slot.make_resident(runtime.full_copy(slot))
-            runtime.held_open.add(slot)
-            opened.append(slot)
-        yield
-    finally:
-        _write_back(opened)
-
-
-def _write_back(slots: list[SlotState]) -> None:
-    for slot in slots:
-        runtime = slot.owner
-        with torch.no_grad():
-            values = slot.parameter.detach().cpu()
-        runtime.held_open.discard(slot)
-        if not slot.group.unit.active:
-            slot.put_away()
-        # What a pending update would still change must be in the tiers before the edit is laid on top of it.
-        runtime.flush()
-        changed = True
-        try:
-            changed = write_changed(runtime, slot, values)
-            if runtime.collectives is not None:
-                changed = bool(runtime.collectives.small_max(torch.tensor([int(changed)]))[0])
-        finally:
-            if changed:
-                runtime.pager.forget(slot.group.unit)
-                slot.group.version += 1
-
-
 def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, torch.Tensor]:
     """All parameters and persistent buffers, whole, in host memory, under the model's own names. Every rank must call
     it.
@@ -123,30 +71,10 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
     if not keep:
         return {}
     named = model.named_parameters(remove_duplicate=False)
-    state = {name: by_slot[_slot(parameter)] for name, parameter in named}
+    state = {name: by_slot[slot_required(parameter)] for name, parameter in named}
     for name, buffer in persistent_buffers(model):
         state[name] = buffer.detach().cpu().clone()
     return state
-
-
-def read_state(parameter: nn.Parameter, kind: StateKind) -> torch.Tensor:
-    """One kind of a parameter's state, whole, in host memory: "weight", "master", "m", "v" or "gradient". Every rank
-    must call it.
-
-    "master", "m" and "v" are fp32; "gradient" is as accumulated, before clipping. Raises ConfigError for a tensor
-    that is not a sharded parameter, for another ``kind``, and for a gradient that is not there (none has come since
-    it was last dropped), ValueError for what a frozen parameter does not have.
-    """
-    kinds = get_args(StateKind)
-    if kind not in kinds:
-        raise ConfigError(f"read_state: kind is {kind!r}; use one of {', '.join(map(repr, kinds))}")
-    slot = _slot(parameter)
-    if kind == "gradient" and slot.group.fmt is not None and not slot.has_grad:
-        raise ConfigError(f"read_state: parameter {slot.name!r} has no gradient now; read it between backward and step")
-    runtime = slot.owner
-    runtime.require_open()
-    runtime.flush_to_read()
-    return read_full(runtime, slot, kind)
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
@@ -183,13 +111,6 @@ def close(model: nn.Module) -> None:
     afterwards.
     """
     runtime_of(model).close()
-
-
-def _slot(parameter: torch.Tensor) -> SlotState:
-    slot = slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
-    if slot is None:
-        raise ConfigError("this tensor is not a parameter of a model sharded with tierzero.shard")
-    return slot
 
 
 def running(model: nn.Module) -> Runtime:

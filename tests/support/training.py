@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import tierzero as tz
-from tierzero.api import read_state, running
+from tierzero.api import running
 from tierzero.errors import BudgetError
+from tierzero.reaching import read_state
 from tierzero.runtime.build import build_runtime
 from tierzero.runtime.device import Device
 

@@ -1,17 +1,19 @@
-"""Reading and changing the sharded state of parameters, wherever it lives: what `gathered`, exports and tests use."""
+"""Reading and changing the sharded state of parameters, wherever it lives: what the public functions, exports and
+tests use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from tierzero.optim.formats import load_master, store_master
-from tierzero.runtime.state import GroupState, Piece, SlotState, Tile, piece_in
+from tierzero.optim.gradient import sum_of_squares
+from tierzero.runtime.state import GroupState, Piece, SlotState
 from tierzero.runtime.tile_io import OpenTile, Parts
-from tierzero.tiers import Priority
+from tierzero.runtime.visits import visit
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -19,78 +21,131 @@ if TYPE_CHECKING:
 StateKind = Literal["weight", "master", "m", "v", "gradient"]
 _PARTS = {"weight": Parts.WEIGHT, "gradient": Parts.GRADIENT}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUM_ELEMENTS = 16 << 20
+"""Elements that are summed over the ranks at a time, unless one parameter has more."""
 
 
-def read_full(runtime: Runtime, slot: SlotState, kind: StateKind) -> torch.Tensor:
-    """One kind of state of one parameter, whole, in host memory. On several ranks every rank must call it.
+def state_dtype(group: GroupState, kind: StateKind) -> torch.dtype:
+    """Of what is read: weight and gradient as they are stored, all else fp32."""
+    return {"weight": group.layout.dtype, "gradient": group.grad_dtype}.get(kind, torch.float32)
 
-    "weight" and "gradient" have their stored dtype, "master", "m" and "v" fp32. Raises ValueError where the parameter
-    has no such state.
+
+def local_range(slot: SlotState) -> range:
+    """Elements of the flattened parameter that lie on this rank."""
+    fragment = slot.fragment
+    return range(0) if fragment is None else range(fragment.start, fragment.start + fragment.numel)
+
+
+def read_states(runtime: Runtime, slots: Sequence[SlotState], kind: StateKind, local: bool) -> list[torch.Tensor]:
+    """One kind of state of parameters, in host memory: whole, in their shapes, for which every rank must call it, or
+    this rank's elements, 1-D. Raises ValueError where a parameter has no such state.
     """
-    group = slot.group
-    if kind != "weight" and group.fmt is None:
-        raise ValueError(f"parameter {slot.name!r} is frozen: it has no {kind}")
-    dtype = {"weight": group.layout.dtype, "gradient": group.grad_dtype}.get(kind, torch.float32)
-    full = torch.zeros(slot.slot.numel, dtype=dtype)
+    _require_state(slots, kind)
+    offsets = {slot: local_range(slot).start if local else 0 for slot in slots}
+    found = {
+        slot: torch.zeros(len(local_range(slot)) if local else slot.slot.numel, dtype=state_dtype(slot.group, kind))
+        for slot in slots
+    }
 
-    def copy(opened: OpenTile, inside: slice, outside: slice) -> bool:
-        full[outside] = _take(group, opened, kind, inside)
+    def copy(opened: OpenTile, piece: Piece) -> bool:
+        at, offset = piece.of_parameter, offsets[piece.slot]
+        found[piece.slot][at.start - offset : at.stop - offset] = _take(opened, kind, piece.of_tile)
         return False
 
-    _visit(runtime, slot, _PARTS.get(kind, Parts.STATE), copy)
-    if runtime.collectives is not None and group.layout.parts > 1:
-        # Every element is non-zero on one rank at most; summed as integers, no bit of it can change.
-        bits = full.view(_BITS[dtype.itemsize])
-        if runtime.world.replica:
-            bits.zero_()
-        wide = bits if dtype.itemsize >= 4 else bits.to(torch.int32)
-        bits.copy_(runtime.collectives.small_sum(wide))
-    return full.view(slot.slot.shape)
+    visit(runtime, found, _PARTS.get(kind, Parts.STATE), copy)
+    if local:
+        return [found[slot] for slot in slots]
+    _join_ranks(runtime, found)
+    return [found[slot].view(slot.slot.shape) for slot in slots]
 
 
-def write_changed(runtime: Runtime, slot: SlotState, values: torch.Tensor) -> bool:
-    """Sets the elements of the weight that differ from ``values`` (host memory, the weight's dtype); the others keep
-    their master to the last bit.
+def _join_ranks(runtime: Runtime, found: dict[SlotState, torch.Tensor]) -> None:
+    """Every element is non-zero on one rank at most; summed as integers, no bit of it can change."""
+    if runtime.collectives is None:
+        return
+    by_size: dict[int, list[torch.Tensor]] = {}
+    for slot, full in found.items():
+        if slot.group.layout.parts > 1 and full.numel():
+            by_size.setdefault(full.element_size(), []).append(full.view(_BITS[full.element_size()]))
+    for size, arrays in by_size.items():
+        for batch in _batches(arrays):
+            wide = torch.cat(batch).to(_BITS[max(size, 4)])
+            if runtime.world.replica:
+                wide.zero_()
+            summed = runtime.collectives.small_sum(wide).split([bits.numel() for bits in batch])
+            for bits, values in zip(batch, summed, strict=True):
+                bits.copy_(values)
 
-    Returns whether anything on this rank differed.
+
+def _batches(arrays: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours, as many as are summed together."""
+    batch: list[torch.Tensor] = []
+    for array in arrays:
+        if batch and sum(map(torch.numel, batch)) + array.numel() > _SUM_ELEMENTS:
+            yield batch
+            batch = []
+        batch.append(array)
+    if batch:
+        yield batch
+
+
+def write_states(
+    runtime: Runtime, slots: Sequence[SlotState], kind: StateKind, values: Sequence[torch.Tensor], local: bool
+) -> bool:
+    """Sets one kind of state of parameters to ``values`` (host memory; whole, or with ``local`` 1-D, this rank's
+    elements). Every rank must call it. Returns whether a weight may have changed on any rank; elements of weights that
+    are what they were keep their master to the last bit.
     """
+    _require_state(slots, kind)
+    wanted = {
+        slot: given.reshape(-1).to(state_dtype(slot.group, kind)) for slot, given in zip(slots, values, strict=True)
+    }
+    offsets = {slot: local_range(slot).start if local else 0 for slot in slots}
+    changed = [False]
+
+    def change(opened: OpenTile, piece: Piece) -> bool:
+        at, offset = piece.of_parameter, offsets[piece.slot]
+        new = wanted[piece.slot][at.start - offset : at.stop - offset]
+        dirty = _put(opened, kind, piece.of_tile, new)
+        if dirty:
+            changed[0] = True
+        return dirty
+
+    if kind == "gradient":
+        visit(runtime, wanted, Parts.GRADIENT, change)
+        _note_gradients(wanted, offsets)
+        return False
     runtime.whole_state.before_edit()
-    group = slot.group
-    flat = values.reshape(-1)
-    changed = False
-
-    def change(opened: OpenTile, inside: slice, outside: slice) -> bool:
-        nonlocal changed
-        assert opened.weight is not None
-        weight, wanted = opened.weight[inside], flat[outside]
-        differs = weight.view(_BITS[weight.element_size()]) != wanted.contiguous().view(_BITS[weight.element_size()])
-        if not bool(differs.any()):
-            return False
-        changed = True
-        if group.fmt is None:
-            weight.copy_(wanted)
-        else:
-            parts = {name: part[inside] for name, part in opened.optimizer.items()}
-            master = load_master(group.fmt, weight, parts)
-            store_master(group.fmt, torch.where(differs, wanted.float(), master), weight, parts)
-        return True
-
-    with runtime.engine.unbroken(f"while parameter {slot.name!r} was being changed"):
-        _visit(runtime, slot, Parts.STATE if group.fmt else Parts.WEIGHT, change)
-    return changed
+    parts = Parts.STATE if any(slot.group.fmt is not None for slot in slots) else Parts.WEIGHT
+    with runtime.engine.unbroken(f"while the {kind} of parameter {slots[0].name!r} was being changed"):
+        visit(runtime, wanted, parts, change)
+    if runtime.collectives is not None and kind in ("weight", "master"):
+        return bool(runtime.collectives.small_max(torch.tensor([int(changed[0])]))[0])
+    return changed[0] and kind in ("weight", "master")
 
 
-def zero_moments(runtime: Runtime, slot: SlotState) -> None:
-    """Sets this rank's part of the parameter's moments to zero; the master stays as it is."""
+def _note_gradients(wanted: dict[SlotState, torch.Tensor], offsets: dict[SlotState, int]) -> None:
+    """They count as come, and in the norm, from now on."""
+    for slot, gradient in wanted.items():
+        held = local_range(slot)
+        offset = offsets[slot]
+        slot.drop_gradient()
+        slot.sum_of_squares = sum_of_squares(gradient[held.start - offset : held.stop - offset].contiguous())
+        slot.has_grad = True
+
+
+def zero_moments(runtime: Runtime, slots: Sequence[SlotState]) -> None:
+    """Sets this rank's part of the parameters' moments to zero; the masters stay as they are."""
     runtime.whole_state.before_edit()
 
-    def zero(opened: OpenTile, inside: slice, outside: slice) -> bool:
+    def zero(opened: OpenTile, piece: Piece) -> bool:
         for name in ("m", "v"):
-            opened.optimizer[name][inside].zero_()
+            opened.optimizer[name][piece.of_tile].zero_()
         return True
 
-    with runtime.engine.unbroken(f"while the moments of parameter {slot.name!r} were being set to zero"):
-        _visit(runtime, slot, Parts.STATE, zero)
+    if slots:
+        with runtime.engine.unbroken(f"while the moments of parameter {slots[0].name!r} were being set to zero"):
+            visit(runtime, slots, Parts.STATE, zero)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,42 +156,56 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _take(group: GroupState, opened: OpenTile, kind: StateKind, inside: slice) -> torch.Tensor:
-    if kind == "weight":
-        assert opened.weight is not None
-        return opened.weight[inside]
+def _require_state(slots: Sequence[SlotState], kind: StateKind) -> None:
+    for slot in slots:
+        if slot.group.fmt is None and kind != "weight":
+            raise ValueError(f"parameter {slot.name!r} is frozen: it has no {kind}")
+
+
+def _take(opened: OpenTile, kind: StateKind, inside: slice) -> torch.Tensor:
     if kind == "gradient":
         assert opened.gradient is not None
         return opened.gradient[inside]
+    assert opened.weight is not None
+    if kind == "weight":
+        return opened.weight[inside]
+    fmt = opened.group.fmt
+    assert fmt is not None
     if kind == "master":
-        assert opened.weight is not None
-        assert group.fmt is not None
-        return load_master(
-            group.fmt, opened.weight[inside], {name: part[inside] for name, part in opened.optimizer.items()}
-        )
+        return load_master(fmt, opened.weight[inside], {name: part[inside] for name, part in opened.optimizer.items()})
     return opened.optimizer[kind][inside]
 
 
-def _visit(runtime: Runtime, slot: SlotState, parts: Parts, act: Callable[[OpenTile, slice, slice], bool]) -> None:
-    """Opens each tile that holds a part of the parameter; ``act(opened, elements of the tile, elements of the
-    parameter)`` says whether to write it back.
-    """
-    for tile in slot.group.tiles:
-        piece = piece_in(slot, tile)
-        if piece is not None:
-            runtime.engine.run(_visit_tile(runtime, piece, tile, parts, act))
-
-
-async def _visit_tile(
-    runtime: Runtime, piece: Piece, tile: Tile, parts: Parts, act: Callable[[OpenTile, slice, slice], bool]
-) -> None:
-    opened = await runtime.tile_io.open(piece.slot.group, tile, parts, Priority.DEMAND)
-    try:
-        dirty = await runtime.engine.call(act, opened, piece.of_tile, piece.of_parameter)
-    except BaseException:
-        runtime.tile_io.close(opened)
-        raise
-    if dirty:
-        await runtime.updater.whole_or_failed(runtime.tile_io.write_back(opened))
+def _put(opened: OpenTile, kind: StateKind, inside: slice, values: torch.Tensor) -> bool:
+    """Sets elements of an open tile; False when they are so already."""
+    if kind == "gradient":
+        assert opened.gradient is not None
+        opened.gradient[inside] = values
+        return True
+    assert opened.weight is not None
+    if kind == "weight":
+        return _put_weight(opened, inside, values)
+    fmt = opened.group.fmt
+    assert fmt is not None
+    if kind == "master":
+        parts = {name: part[inside] for name, part in opened.optimizer.items()}
+        store_master(fmt, values.contiguous(), opened.weight[inside], parts)
     else:
-        runtime.tile_io.close(opened)
+        opened.optimizer[kind][inside] = values
+    return True
+
+
+def _put_weight(opened: OpenTile, inside: slice, wanted: torch.Tensor) -> bool:
+    assert opened.weight is not None
+    weight, fmt = opened.weight[inside], opened.group.fmt
+    bits = _BITS[weight.element_size()]
+    differs = weight.view(bits) != wanted.contiguous().view(bits)
+    if not bool(differs.any()):
+        return False
+    if fmt is None:
+        weight.copy_(wanted)
+    else:
+        parts = {name: part[inside] for name, part in opened.optimizer.items()}
+        master = load_master(fmt, weight, parts)
+        store_master(fmt, torch.where(differs, wanted.float(), master), weight, parts)
+    return True

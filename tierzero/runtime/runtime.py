@@ -275,8 +275,8 @@ class Runtime:
 
     def _start_afresh(self, slots: list[SlotState]) -> None:
         self.flush()
+        zero_moments(self, slots)
         for slot in slots:
-            zero_moments(self, slot)
             slot.step = 0
 
     def _end_step(self) -> None:

@@ -342,5 +342,13 @@ def slot_of(parameter: torch.Tensor) -> SlotState | None:
     return found if isinstance(found, SlotState) else None
 
 
+def slot_required(parameter: torch.Tensor) -> SlotState:
+    """The slot of a sharded parameter. Raises ConfigError for anything else."""
+    slot = slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
+    if slot is None:
+        raise ConfigError("this tensor is not a parameter of a model sharded with tierzero.shard")
+    return slot
+
+
 def slots_in_order(units: Sequence[UnitState]) -> list[SlotState]:
     return [slot for unit in units for slot in unit.all_slots()]
