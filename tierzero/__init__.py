@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierzero.api import close, full_state_dict, shard, stats
+from tierzero.api import close, full_state_dict, offload, reload, shard, stats
 from tierzero.checkpoint import (
     discard_sealed,
     export_dcp,
@@ -66,8 +66,10 @@ __all__ = [
     "load_checkpoint",
     "load_safetensors",
     "local_elements",
+    "offload",
     "read_state",
     "record",
+    "reload",
     "resume",
     "save_checkpoint",
     "seal",

@@ -14,6 +14,7 @@ from tierzero.errors import ConfigError
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.build import build_runtime
 from tierzero.runtime.fill import Init
+from tierzero.runtime.parked import To
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import SlotState, slot_required
 from tierzero.sharding.units import UnitChoice
@@ -104,6 +105,33 @@ def stats(model: nn.Module) -> dict[str, Any]:
         **runtime.last_step.as_dict(),
         "compute_s": runtime.last_step.compute_s,
     }
+
+
+def offload(model: nn.Module, to: To = "nvme") -> None:
+    """Gives the device and host memory of a sharded model back until `reload`: between the phases of a loop, for
+    generation by another program, say. Its state goes to files of its own in ``tiers.nvme``, of which as many bytes
+    must be free as lie in memory; ``to="host"`` takes only device memory and copies it to the host.
+
+    Training then goes on bit for bit, gradients that wait for a step included. Until `reload` every use of the model is
+    refused with a ConfigError. Call it between steps, on every rank. Of a model that is offloaded already it does
+    nothing.
+
+    Raises ConfigError or BudgetError where there is no room for the copies, TierError where they cannot be written; the
+    model is then as it was, on every rank.
+    """
+    runtime = runtime_of(model)
+    runtime.offloading.offload(runtime, to)
+
+
+def reload(model: nn.Module) -> None:
+    """Brings an offloaded model back, on every rank. Of one that is not offloaded it does nothing.
+
+    Raises BudgetError where its device memory has been taken meanwhile, TierError where a copy cannot be read or is
+    damaged; the model then stays offloaded, on every rank, and may be tried again.
+    """
+    runtime = runtime_of(model)
+    runtime.require_open(whole=False, present=False)
+    runtime.offloading.reload(runtime)
 
 
 def close(model: nn.Module) -> None:

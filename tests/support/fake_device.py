@@ -96,6 +96,12 @@ class _FakeMemory:
         # The block itself is kept, as NaN, so that its address is never the host's.
         tensor.fill_(0xFF)
 
+    def vacate(self, tensor: torch.Tensor) -> None:
+        tensor.fill_(0xFF)
+
+    def occupy(self, tensor: torch.Tensor) -> None:
+        tensor.fill_(0xFF)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         address = tensor.data_ptr()
         with self._lock:
@@ -166,6 +172,9 @@ class FakeDevice:
             event = FakeEvent()
             stream.push(event, lambda: None)
             event.wait()
+
+    def give_back(self) -> None:
+        return
 
     def close(self) -> None:
         """Ends the streams; raises what failed in them."""

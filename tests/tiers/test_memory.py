@@ -28,6 +28,7 @@ class CountingAllocator:
 
     def __init__(self) -> None:
         self.live: dict[int, torch.Tensor] = {}
+        self.vacant: dict[int, torch.Tensor] = {}
         self.most = 0
 
     def allocate(self, capacity: int) -> torch.Tensor:
@@ -37,7 +38,13 @@ class CountingAllocator:
         return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
-        del self.live[id(tensor)]
+        del (self.vacant if id(tensor) in self.vacant else self.live)[id(tensor)]
+
+    def vacate(self, tensor: torch.Tensor) -> None:
+        self.vacant[id(tensor)] = self.live.pop(id(tensor))
+
+    def occupy(self, tensor: torch.Tensor) -> None:
+        self.live[id(tensor)] = self.vacant.pop(id(tensor))
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
@@ -80,6 +87,47 @@ def test_host_memory_is_aligned_and_returned(capacity: int) -> None:
     allocator.free(tensor)
     assert resident_bytes(tensor) <= before - capacity
     assert int(view.count_nonzero()) == 0  # the view is still valid memory
+
+
+def test_host_memory_that_is_vacated_keeps_its_address() -> None:
+    locked: list[int] = []
+    allocator = HostAllocator(lambda t: locked.append(t.data_ptr()), lambda t: locked.remove(t.data_ptr()))
+    tensor = allocator.allocate(4 << 20)
+    view = tensor[PAGE : 2 * PAGE]
+    tensor.fill_(7)
+    before = resident_bytes(tensor)
+    allocator.vacate(tensor)
+    assert locked == []
+    assert resident_bytes(tensor) <= before - (4 << 20)
+    allocator.occupy(tensor)
+    assert locked == [tensor.data_ptr()]
+    tensor.fill_(9)
+    assert int((view == 9).sum()) == PAGE
+    allocator.vacate(tensor)
+    allocator.free(tensor)
+    assert locked == []
+
+
+def test_vacated_buffers_count_no_more() -> None:
+    memory = CountingAllocator()
+    pool = MemoryPool(Tier.HOST, 3 * PAGE, memory)
+    kept, cached = pool.allocate(2 * PAGE, "kept"), pool.allocate(PAGE, "cached")
+    pool.release(cached)
+    pool.vacate(kept)
+    pool.vacate(kept)
+    pool.trim()
+    assert (pool.used, pool.cached, len(memory.live)) == (0, 0, 0)
+    taken = pool.allocate(2 * PAGE, "somebody else")
+    with pytest.raises(BudgetError, match="a buffer that comes back needs 8,192 bytes, but 4,096"):
+        pool.occupy(kept)
+    pool.release(taken)
+    pool.occupy(kept)
+    pool.occupy(kept)
+    assert pool.used == 2 * PAGE
+    pool.vacate(kept)
+    pool.close()
+    pool.release(kept)
+    assert (pool.used, len(memory.live), len(memory.vacant)) == (0, 0, 0)
 
 
 def test_freeing_twice_is_refused() -> None:
@@ -132,6 +180,8 @@ def test_memory_without_a_host_address_gives_no_bytes() -> None:
 
         def free(self, tensor: torch.Tensor) -> None:
             return
+
+        vacate = occupy = free
 
     buffer = MemoryPool(Tier.DEVICE, PAGE, MetaAllocator()).allocate(1, "test")
     with pytest.raises(RuntimeError, match="no host address"):

@@ -15,7 +15,7 @@ from tierzero.checkpoint.reader import CheckpointReader, Place, RankFile, verify
 from tierzero.runtime.state import tile_pieces
 from tierzero.runtime.tile_io import OpenTile, all_or_first_error
 from tierzero.tiers import FlatFile, HostAllocator, IoEngine, MemoryPool, Priority, Tier, page_round
-from tierzero.tiers.memory import PAGE
+from tierzero.tiers.allocator import PAGE
 
 _REQUEST = 8 << 20
 """Bytes that neighbouring checks are read in at once."""

@@ -63,7 +63,7 @@ def build_runtime(
     config = lasting.with_layout(config) if lasting is not None else config
     budgets = _agreed(budgets_here(config, world.local_size, device), world)
     plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
-    machinery = _assemble(plan, config, world, device, drafted, poison, lasting)
+    machinery = _assemble(plan, config, budgets, world, device, drafted, poison, lasting)
     runtime: Runtime | None = None
     try:
         unit_states = _declare(drafted, plan, machinery.store, world, device)
@@ -188,6 +188,7 @@ def _nvme_capacity(config: Config) -> tuple[int, bool]:
 def _assemble(
     plan: MemoryPlan,
     config: Config,
+    budgets: Budgets,
     world: World,
     device: Device,
     drafted: Draft,
@@ -231,6 +232,7 @@ def _assemble(
         input_dtype,
         drafted.kept,
         lasting,
+        budgets.host,
     )
 
 

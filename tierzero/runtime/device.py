@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from tierzero.errors import BudgetError
 from tierzero.tiers import HostAllocator
 
 
@@ -40,6 +41,10 @@ class Allocator(Protocol):
     def allocate(self, capacity: int) -> torch.Tensor: ...
 
     def free(self, tensor: torch.Tensor) -> None: ...
+
+    def vacate(self, tensor: torch.Tensor) -> None: ...
+
+    def occupy(self, tensor: torch.Tensor) -> None: ...
 
 
 class Device(Protocol):
@@ -70,6 +75,9 @@ class Device(Protocol):
         """
 
     def synchronize(self) -> None: ...
+
+    def give_back(self) -> None:
+        """Memory that nothing uses any more goes back to the device, for other processes to take."""
 
 
 class PassedEvent:
@@ -114,6 +122,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         return
 
+    def give_back(self) -> None:
+        return
+
 
 class CudaAllocator:
     """Device memory from PyTorch's caching allocator, so that the model's activations and the tiers share one pool of
@@ -130,6 +141,21 @@ class CudaAllocator:
 
     def free(self, tensor: torch.Tensor) -> None:
         return
+
+    # Views share the storage, so they follow it to its new address.
+
+    def vacate(self, tensor: torch.Tensor) -> None:
+        tensor.untyped_storage().resize_(0)
+
+    def occupy(self, tensor: torch.Tensor) -> None:
+        try:
+            tensor.untyped_storage().resize_(tensor.numel())
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"tiers.device: {tensor.numel():,} bytes cannot come back to {self._device}, whose memory others use; "
+                "free some of it and call tierzero.reload again",
+                tensor.numel(),
+            ) from error
 
 
 class CudaDevice:
@@ -173,6 +199,10 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def give_back(self) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
 
     # The current device belongs to the thread, and any thread may allocate.
 

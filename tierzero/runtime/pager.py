@@ -96,11 +96,14 @@ class Pager:
         """The unit that is being demanded: not to be evicted for what is fetched ahead of the next."""
         self._by_storage: dict[int, Gathered] = {}
         self.trace = AccessTrace()
+        self.before_demand: Callable[[], None] = lambda: None
+        """Raises where nothing can be fetched now."""
 
     def demand(self, unit: UnitState, in_order: bool = True) -> list[Gathered]:
         """The unit's gathered groups, waiting for them if need be; then starts the fetches that the trace foretells.
         ``in_order``: this is a use by the model, which the trace learns; else none of its order.
         """
+        self.before_demand()
         if in_order:
             self.trace.access(unit.index, _in_backward())
         self._demanded = unit.index

@@ -24,6 +24,8 @@ from tierzero.runtime.access import zero_moments
 from tierzero.runtime.device import Device
 from tierzero.runtime.forward import SavedWeights
 from tierzero.runtime.gradients import Gradients
+from tierzero.runtime.inputs import cast_inputs
+from tierzero.runtime.offloading import Offloading
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.pending import PendingUpdates
 from tierzero.runtime.sealing import LastingFiles, Sealer
@@ -64,6 +66,8 @@ class Machinery:
     kept: frozenset[int] = frozenset()
     """Units that stay gathered from the forward to the update."""
     lasting: LastingFiles | None = None
+    host_limit: int | None = None
+    """The budget of this rank's host memory, in bytes, if there is one."""
 
 
 class Runtime:
@@ -81,6 +85,8 @@ class Runtime:
         self.stalls = Stalls(self.timeline)
         self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device, self.timeline)
         self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device, parts.plan.staging_tile)
+        self.host_limit = parts.host_limit
+        self.offloading = Offloading()
         self.pager = Pager(
             units,
             parts.pools["arena"],
@@ -107,7 +113,8 @@ class Runtime:
         self.updates = PendingUpdates(
             units, parts.engine, self.updater, self.pager, self.stalls, self._start_afresh, self.world.size
         )
-        self.gradients.before_arrival = self.updates.make_way
+        self.pager.before_demand = self.offloading.check
+        self.gradients.before_arrival = self._before_arrival
         self.gradients.on_unit_complete = self._on_unit_complete
         self.saved_weights = SavedWeights(self.pager)
         self.saved_weights.know(self.slots())
@@ -180,20 +187,7 @@ class Runtime:
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """fp32 tensors among the model's inputs in the dtype that the model was converted to."""
-        dtype = self.input_dtype
-        if dtype is None:
-            return args, kwargs
-
-        def cast(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
-                return value.to(dtype)
-            if type(value) in (tuple, list):
-                return type(value)(cast(item) for item in value)
-            if type(value) is dict:
-                return {key: cast(item) for key, item in value.items()}
-            return value
-
-        return tuple(cast(value) for value in args), {key: cast(value) for key, value in kwargs.items()}
+        return cast_inputs(self.input_dtype, args, kwargs)
 
     @torch.inference_mode(False)
     def full_copy(self, slot: SlotState) -> torch.Tensor:
@@ -207,6 +201,7 @@ class Runtime:
 
     def grad_norm(self) -> float:
         """The 2-norm of all gradients over ranks and tiers, unscaled, as clipped so far. Every rank must call it."""
+        self.require_open()
         with self.timeline.phase(Kind.GRADIENT_NORM):
             return self._grad_norm()
 
@@ -310,6 +305,10 @@ class Runtime:
         self.updates.apply_all()
         self.engine.check()
 
+    def _before_arrival(self, unit: UnitState) -> None:
+        self.offloading.check()
+        self.updates.make_way(unit)
+
     def _on_unit_complete(self, unit: UnitState, reduced: Future[None] | None) -> None:
         if self.updates_in_backward:
             self.updates.begin_early(unit, reduced)
@@ -342,16 +341,25 @@ class Runtime:
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in use now: state, gathered units, gradients on their way and staging."""
         device = sum(self.pools[name].used for name in ("device", "arena", "buckets"))
-        return {"device": device, "host": self.pools["host"].used, "nvme": self.store.bytes_by_tier()[Tier.NVME]}
+        copies = self.offloading.bytes_of_copies()
+        return {
+            "device": device,
+            "host": self.pools["host"].used + copies.get("host", 0),
+            "nvme": self.store.bytes_by_tier()[Tier.NVME] + copies.get("nvme", 0),
+        }
 
     def peak_tier_bytes(self) -> dict[str, int]:
         device = sum(self.pools[name].peak for name in ("device", "arena", "buckets"))
         return {"device": device, "host": self.pools["host"].peak, "nvme": self.store.bytes_by_tier()[Tier.NVME]}
 
-    def require_open(self, whole: bool = True) -> None:
-        """Raises ConfigError after `close`, and as `WholeState.check` where ``whole`` state is needed."""
+    def require_open(self, whole: bool = True, present: bool = True) -> None:
+        """Raises ConfigError after `close`, where the state must be ``present`` while it is offloaded, and as
+        `WholeState.check` where ``whole`` state is needed.
+        """
         if self._closed:
             raise ConfigError("this model's tiers were closed; shard a new model to go on")
+        if present:
+            self.offloading.check()
         if whole:
             self.whole_state.check()
 
@@ -372,6 +380,7 @@ class Runtime:
         self.gradients.close()
         if self.collectives is not None:
             self.collectives.close()
+        self.offloading.close()
         self.engine.close()
         self.store.close()
         for pool in self.pools.values():

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import struct
 
+from tierzero.tiers.allocator import PAGE
 from tierzero.tiers.file import TransferFile
-from tierzero.tiers.memory import PAGE
 
 _FICLONERANGE = 0x4020940D
 """Linux's number of it; where an architecture has another one, it is refused like everything that is not known."""

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tierzero.errors import TierError
+from tierzero.tiers.allocator import PAGE
 from tierzero.tiers.executor import Priority, PriorityExecutor, Request
 from tierzero.tiers.faults import first_cause, no_progress, transfer_error
 from tierzero.tiers.file import Piece, TransferFile
 from tierzero.tiers.interrupts import held_back
-from tierzero.tiers.memory import PAGE
 from tierzero.tiers.transfer import Fault, Traffic, read_some, write_some
 
 __all__ = ["IoEngine", "Priority", "Request"]

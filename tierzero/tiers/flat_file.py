@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from tierzero.tiers.allocator import PAGE
 from tierzero.tiers.directory import free_bytes
 from tierzero.tiers.file import BufferedPages, FileUsers, Piece
-from tierzero.tiers.memory import PAGE
 
 _NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
 _BLOCK = 8 << 20

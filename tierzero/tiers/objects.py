@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierzero.errors import TierError
-from tierzero.tiers.memory import Buffer, page_round
+from tierzero.tiers.allocator import page_round
+from tierzero.tiers.memory import Buffer
 from tierzero.tiers.tier import Tier
 
 

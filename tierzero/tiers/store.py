@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from tierzero.errors import BudgetError, ConfigError
+from tierzero.tiers.allocator import page_round
 from tierzero.tiers.digests import check_digests, digests_of
 from tierzero.tiers.directory import TierDirectory
 from tierzero.tiers.drive_rate import measured_shares
@@ -19,7 +20,7 @@ from tierzero.tiers.engine import IoEngine
 from tierzero.tiers.executor import Priority, Request
 from tierzero.tiers.faults import first_cause
 from tierzero.tiers.file import Direct
-from tierzero.tiers.memory import MemoryPool, page_round
+from tierzero.tiers.memory import MemoryPool
 from tierzero.tiers.objects import About, Extent, Lease, Residency, StoredObject, claim, layout, runs
 from tierzero.tiers.striped_file import StripedFile
 from tierzero.tiers.stripes import equal_shares
@@ -233,6 +234,43 @@ class TieredStore:
         digest = xxhash.xxh3_64_hexdigest(json.dumps(objects).encode())
         shares = self.file.shares if self.file is not None else self._shares or equal_shares(len(self._nvme_paths))
         return {"objects": digest, "block_size": self._block_size, "shares": list(shares)}
+
+    def in_memory(self) -> list[StoredObject]:
+        """The objects whose home is a buffer."""
+        return [stored for stored in self._objects.values() if stored.buffer is not None]
+
+    def vacate(self, objects: Sequence[StoredObject]) -> None:
+        """Gives the memory of objects back to the system; nobody may touch them, or views of them, before `occupy`."""
+        for stored in objects:
+            assert stored.buffer is not None
+            self._pools[stored.home].vacate(stored.buffer)
+
+    def occupy(self, objects: Sequence[StoredObject]) -> None:
+        """Memory for vacated objects, of any contents. Raises BudgetError, and has taken nothing then."""
+        try:
+            for stored in objects:
+                assert stored.buffer is not None
+                self._pools[stored.home].occupy(stored.buffer)
+        except BaseException:
+            self.vacate(objects)
+            raise
+
+    def beside(self) -> TieredStore:
+        """An empty store for files of its own on the same paths, within what these leave of the limit, checked when
+        they are read.
+        """
+        left = None if self._nvme_limit is None else max(0, self._nvme_limit - self._file_bytes)
+        return TieredStore(
+            self.engine,
+            pools={},
+            nvme_paths=self._nvme_paths,
+            rank=self._rank,
+            block_size=self._block_size,
+            direct=self._direct,
+            nvme_limit=left,
+            verify=True,
+            nvme_shares=self._shares,
+        )
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Declared bytes by home tier, in whole pages on nvme."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tierzero.errors import BudgetError, ConfigError, TierError
+from tierzero.tiers.allocator import PAGE, page_round
 from tierzero.tiers.directory import TierDirectory
 from tierzero.tiers.file import BufferedPages, Direct, FileUsers, Piece
-from tierzero.tiers.memory import PAGE, page_round
 from tierzero.tiers.stripes import StripePattern, equal_shares
 
 _NAME = "state"
