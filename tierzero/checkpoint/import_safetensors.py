@@ -104,7 +104,7 @@ class _Plan:
         """Bytes of data that are written: zeros are holes."""
         entries = self.source.entries
         return sum(
-            entries[name].numel * (fmt.weight_dtype.itemsize + sum(part.itemsize for part in _written(fmt)))
+            entries[name].numel * (fmt.weight_dtype.itemsize + sum(part.dtype.itemsize for part in _written(fmt)))
             for name, fmt in self.formats.items()
         ) + sum(entries[name].nbytes for name in self.buffers)
 

@@ -77,8 +77,9 @@ def _open_and_check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, f
 def _check_extents(runtime: Runtime, reader: CheckpointReader) -> None:
     for slot in runtime.slots():
         fmt = slot.group.fmt
-        for segment in ("weight", *(part.name for part in (fmt.optimizer if fmt else ()))):
-            reader.check_covers(slot.name, segment, slot.slot.numel)
+        reader.check_covers(slot.name, "weight", slot.slot.numel)
+        for part in fmt.optimizer if fmt else ():
+            reader.check_covers(slot.name, part.name, part.values(slot.slot.numel))
 
 
 def _load_state(runtime: Runtime, model: nn.Module, reader: CheckpointReader) -> None:

@@ -119,5 +119,4 @@ def _fill_piece(group: GroupState, opened: OpenTile, piece: Piece, fitting: _Fit
         if group.fmt is None:
             opened.weight[inside].copy_(given)
         else:
-            parts = {segment: stored[inside] for segment, stored in opened.optimizer.items()}
-            store_master(group.fmt, given.float(), opened.weight[inside], parts)
+            store_master(group.fmt, given.float(), opened.weight[inside], opened.cut(inside))

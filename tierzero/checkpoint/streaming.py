@@ -63,8 +63,8 @@ class ExtentStream:
     def _parts_of(self, opened: OpenTile) -> Iterator[_Part]:
         for piece in tile_pieces(opened.group, opened.tile):
             for segment, values in opened.segments():
-                wanted, start = values[piece.of_tile], piece.of_parameter.start
-                for place in self._reader.by_segment[(piece.slot.name, segment)]:
+                wanted, start = values[segment.part(piece.of_tile)], segment.part(piece.of_parameter).start
+                for place in self._reader.by_segment[(piece.slot.name, segment.name)]:
                     begin, end = place.extent.start, place.extent.stop
                     first, last = max(start, begin), min(start + wanted.numel(), end)
                     if first < last:

@@ -11,6 +11,7 @@ import torch
 
 from tierzero.checkpoint.index import Check, Extent, index_as_json
 from tierzero.errors import CheckpointError
+from tierzero.optim.formats import Segment
 from tierzero.runtime.snapshot import TileCopy, copied_bytes, state_homes
 from tierzero.runtime.state import GroupState, Tile, tile_pieces
 from tierzero.tiers import Cloner, FlatFile, HostAllocator, IoEngine, Priority, TieredStore, free_bytes, page_round
@@ -129,14 +130,14 @@ def _created(path: Path, nbytes: int) -> FlatFile:
 def _extents_of(group: GroupState, tile: Tile, offset: int) -> list[Extent]:
     """``offset``: of the tile in the file, in bytes."""
     found = []
-    for segment, dtype, start in segment_places(group, tile.span.numel):
+    for segment, start in segment_places(group, tile.span.numel):
         for piece in tile_pieces(group, tile):
-            inside, first = piece.of_tile, piece.of_parameter.start
+            inside, first = segment.part(piece.of_tile), segment.part(piece.of_parameter).start
             for begin in range(inside.start, inside.stop, EXTENT_ELEMENTS):
                 numel = min(EXTENT_ELEMENTS, inside.stop - begin)
-                at = first + begin - inside.start
-                place, nbytes = offset + start + begin * dtype.itemsize, numel * dtype.itemsize
-                found.append(Extent(piece.slot.name, segment, at, at + numel, place, nbytes))
+                at, itemsize = first + begin - inside.start, segment.dtype.itemsize
+                place, nbytes = offset + start + begin * itemsize, numel * itemsize
+                found.append(Extent(piece.slot.name, segment.name, at, at + numel, place, nbytes))
     return found
 
 
@@ -147,12 +148,11 @@ def _checks_of(extents: Sequence[Extent], memory: memoryview, offset: int) -> li
     return [Check.of(e.offset, memory[e.offset - offset : e.end - offset]) for e in extents if e.nbytes]
 
 
-def segment_places(group: GroupState, numel: int) -> list[tuple[str, torch.dtype, int]]:
-    """(segment, dtype, first byte) of a tile of ``numel`` elements as `TileCopy` has it."""
-    found, start = [("weight", group.layout.dtype, 0)], page_round(numel * group.layout.dtype.itemsize)
-    for part in group.fmt.optimizer if group.fmt is not None else ():
-        found.append((part.name, part.dtype, start))
-        start += numel * part.itemsize
+def segment_places(group: GroupState, numel: int) -> list[tuple[Segment, int]]:
+    """Each segment and its first byte in a tile of ``numel`` elements as `TileCopy` has it."""
+    found, start = [(Segment("weight", group.layout.dtype), 0)], page_round(numel * group.layout.dtype.itemsize)
+    if group.fmt is not None:
+        found += [(segment, start + place) for segment, place in group.fmt.places(numel)]
     return found
 
 

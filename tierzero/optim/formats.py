@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from tierzero.errors import ConfigError
+
+Moments = Literal["fp32", "bf16", "int8"]
+"""How m and v are stored."""
 
 _CHUNK = 4 << 20
 """Elements converted at a time: bounds the temporaries of a conversion to a few such chunks."""
@@ -15,73 +20,107 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class Segment:
-    """One array of a parameter's optimizer state: its name and element type."""
+    """One array of a parameter's optimizer state: its name, element type, and how many neighbouring elements of the
+    parameter share one of its values.
+    """
 
     name: str
     dtype: torch.dtype
+    per: int = 1
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per parameter."""
-        return self.dtype.itemsize
+    def values(self, elements: int) -> int:
+        """Of ``elements`` of a parameter."""
+        return -(-elements // self.per)
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes of the values of ``elements`` of a parameter."""
+        return self.values(elements) * self.dtype.itemsize
+
+    def part(self, elements: slice) -> slice:
+        """The values of a range of elements, which begins at a multiple of ``per``."""
+        assert elements.start % self.per == 0
+        return slice(elements.start // self.per, self.values(elements.stop))
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How weight and optimizer state of a parameter are stored; ``optimizer`` is in storage order."""
+    """How weight and optimizer state of a parameter are stored; ``optimizer`` is in storage order. ``moments`` says how
+    its segments hold m and v.
+    """
 
     name: str
     weight_dtype: torch.dtype
     optimizer: tuple[Segment, ...]
+    moments: Moments = "fp32"
 
     @property
-    def optimizer_itemsize(self) -> int:
-        """Bytes per parameter of all optimizer segments together (the weight is not among them)."""
-        return sum(segment.itemsize for segment in self.optimizer)
+    def block(self) -> int:
+        """Elements that share a value of some segment: what holds a parameter's state begins at multiples of this in
+        the parameter.
+        """
+        return max(segment.per for segment in self.optimizer)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per parameter of weight and optimizer segments."""
-        return self.weight_dtype.itemsize + self.optimizer_itemsize
+    def optimizer_bytes(self, elements: int) -> int:
+        """Bytes of all optimizer segments of ``elements`` together (the weight is not among them)."""
+        return sum(segment.nbytes(elements) for segment in self.optimizer)
+
+    def places(self, elements: int) -> list[tuple[Segment, int]]:
+        """Each segment and its first byte where those of ``elements``, a multiple of `block`, lie one after another."""
+        found, start = [], 0
+        for segment in self.optimizer:
+            found.append((segment, start))
+            start += segment.nbytes(elements)
+        return found
+
+    def cut(self, parts: Mapping[str, torch.Tensor], elements: slice) -> dict[str, torch.Tensor]:
+        """Views of the segments' values of a range of elements, which begins at a multiple of `block`."""
+        return {
+            segment.name: parts[segment.name][segment.part(elements)]
+            for segment in self.optimizer
+            if segment.name in parts
+        }
 
 
-_M = Segment("m", torch.float32)
-_V = Segment("v", torch.float32)
-_FORMATS: dict[torch.dtype, StateFormat] = {
+_MASTERS: dict[torch.dtype, tuple[str, tuple[Segment, ...]]] = {
     # The master is split: the bf16 weight is its upper half, rounded to nearest, and lo the signed rest.
-    torch.bfloat16: StateFormat("bf16", torch.bfloat16, (Segment("lo", torch.int16), _M, _V)),
-    torch.float32: StateFormat("fp32", torch.float32, (_M, _V)),
-    torch.float16: StateFormat("fp16", torch.float16, (Segment("master", torch.float32), _M, _V)),
+    torch.bfloat16: ("bf16", (Segment("lo", torch.int16),)),
+    torch.float32: ("fp32", ()),
+    torch.float16: ("fp16", (Segment("master", torch.float32),)),
+}
+_MOMENTS: dict[Moments, tuple[Segment, ...]] = {
+    "fp32": (Segment("m", torch.float32), Segment("v", torch.float32)),
 }
 
 
-def state_format(dtype: torch.dtype) -> StateFormat:
-    """Return the format of parameters whose weight has ``dtype``.
+@functools.cache
+def state_format(dtype: torch.dtype, moments: Moments = "fp32") -> StateFormat:
+    """Return the format of parameters whose weight has ``dtype`` and whose moments are stored as ``moments``.
 
     Raises ``ConfigError`` for a dtype that cannot be trained.
     """
-    found = _FORMATS.get(dtype)
+    found = _MASTERS.get(dtype)
     if found is None:
         raise ConfigError(
             f"parameters of dtype {dtype} cannot be trained: use torch.bfloat16, torch.float32 or torch.float16"
         )
-    return found
+    name, master = found
+    return StateFormat(name, dtype, (*master, *_MOMENTS[moments]), moments)
 
 
 def check_state(
     fmt: StateFormat, weight: torch.Tensor, parts: Mapping[str, torch.Tensor], names: tuple[str, ...]
 ) -> None:
-    """Check that ``weight`` and the named ``parts`` are contiguous 1-D tensors of one length and of the format's
-    dtypes.
+    """Check that ``weight`` and the named ``parts`` are contiguous 1-D tensors of the format's dtypes and of lengths
+    that fit together.
 
     Raises ``ValueError`` that names the offending tensor.
     """
-    wanted = {segment.name: segment.dtype for segment in fmt.optimizer}
+    wanted = {segment.name: segment for segment in fmt.optimizer}
     check_vector("weight", weight, fmt.weight_dtype, weight.numel())
     for name in names:
         if name not in parts:
             raise ValueError(f"{fmt.name} state lacks segment {name!r}: it has {sorted(parts)}")
-        check_vector(name, parts[name], wanted[name], weight.numel())
+        check_vector(name, parts[name], wanted[name].dtype, wanted[name].values(weight.numel()))
 
 
 def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int) -> None:

@@ -65,9 +65,10 @@ def _checked(
         tensors = []
     dtypes = (fmt.weight_dtype, *[segment.dtype for segment in segments], grad.dtype)
     length = weight.numel()
+    lengths = (length, *[segment.values(length) for segment in segments], length)
     fit = [
-        tensor.shape == (length,) and tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu
-        for tensor, dtype in zip(tensors, dtypes, strict=False)
+        tensor.shape == (wanted,) and tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu
+        for tensor, dtype, wanted in zip(tensors, dtypes, lengths, strict=False)
     ]
     if not (tensors and all(fit)):
         _refuse(fmt, weight, parts, grad)

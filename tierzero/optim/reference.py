@@ -36,7 +36,7 @@ def update_reference(
         for start in range(0, weight.numel(), _CHUNK):
             piece = slice(start, start + _CHUNK)
             g = grad[piece].to(torch.float32) * scale
-            _update_chunk(fmt, weight[piece], {name: part[piece] for name, part in parts.items()}, g, scalars)
+            _update_chunk(fmt, weight[piece], fmt.cut(parts, piece), g, scalars)
 
 
 def _update_chunk(

@@ -36,7 +36,7 @@ class GroupShape:
         return elements * self.layout.dtype.itemsize
 
     def optimizer_bytes(self, elements: int) -> int:
-        return elements * self.fmt.optimizer_itemsize if self.fmt else 0
+        return self.fmt.optimizer_bytes(elements) if self.fmt else 0
 
     def gradient_bytes(self, elements: int) -> int:
         return elements * self.grad_itemsize if self.fmt else 0

@@ -172,7 +172,7 @@ def _take(opened: OpenTile, kind: StateKind, inside: slice) -> torch.Tensor:
     fmt = opened.group.fmt
     assert fmt is not None
     if kind == "master":
-        return load_master(fmt, opened.weight[inside], {name: part[inside] for name, part in opened.optimizer.items()})
+        return load_master(fmt, opened.weight[inside], opened.cut(inside))
     return opened.optimizer[kind][inside]
 
 
@@ -188,8 +188,7 @@ def _put(opened: OpenTile, kind: StateKind, inside: slice, values: torch.Tensor)
     fmt = opened.group.fmt
     assert fmt is not None
     if kind == "master":
-        parts = {name: part[inside] for name, part in opened.optimizer.items()}
-        store_master(fmt, values.contiguous(), opened.weight[inside], parts)
+        store_master(fmt, values.contiguous(), opened.weight[inside], opened.cut(inside))
     else:
         opened.optimizer[kind][inside] = values
     return True
@@ -205,7 +204,7 @@ def _put_weight(opened: OpenTile, inside: slice, wanted: torch.Tensor) -> bool:
     if fmt is None:
         weight.copy_(wanted)
     else:
-        parts = {name: part[inside] for name, part in opened.optimizer.items()}
+        parts = opened.cut(inside)
         master = load_master(fmt, weight, parts)
         store_master(fmt, torch.where(differs, wanted.float(), master), weight, parts)
     return True

@@ -271,11 +271,7 @@ def _declare_tiles(
 
     The objects of a tile are added together, weights first: on NVMe a tile's state is then one extent.
     """
-    sizes = {
-        "weight": group.layout.dtype.itemsize,
-        "optimizer": group.fmt.optimizer_itemsize if group.fmt else 0,
-        "gradient": group.grad_dtype.itemsize,
-    }
+    sizes = {"weight": group.layout.dtype.itemsize, "gradient": group.grad_dtype.itemsize}
     whole: dict[str, StoredObject] = {}
     starts: dict[str, int] = {}
     for kind in ("weight", "gradient"):
@@ -289,9 +285,9 @@ def _declare_tiles(
     def home_of(kind: str, start: int, numel: int, index: int, tier: Tier | None) -> Home | None:
         if tier is None:
             return None
-        nbytes = numel * sizes[kind]
         if kind in whole:
-            return Home(whole[kind], (starts[kind] + start) * sizes[kind], nbytes)
+            return Home(whole[kind], (starts[kind] + start) * sizes[kind], numel * sizes[kind])
+        nbytes = numel * sizes[kind] if kind in sizes else group.fmt.optimizer_bytes(numel) if group.fmt else 0
         about = functools.partial(parameters_in if kind == "gradient" else state_in, group, start, start + numel)
         stored = store.add(f"{name}/{kind}/{index}", nbytes, tier, lasting=kind != "gradient", about=about)
         return Home(stored, 0, nbytes)

@@ -247,5 +247,4 @@ def _write_values(
         if group.fmt is None:
             opened.weight[inside].copy_(given)
         else:
-            parts = {name: part[inside] for name, part in opened.optimizer.items()}
-            store_master(group.fmt, given.float().contiguous(), opened.weight[inside], parts)
+            store_master(group.fmt, given.float().contiguous(), opened.weight[inside], opened.cut(inside))

@@ -21,6 +21,7 @@ from functools import reduce
 import torch
 
 from tierzero.errors import TierError
+from tierzero.optim.formats import Segment
 from tierzero.runtime.device import Device, Event
 from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, Home, Tile
@@ -41,7 +42,8 @@ class Parts(Flag):
 
 @dataclass
 class OpenTile:
-    """Views of a tile's state, 1-D of the tile's length; None (or absent) for what was not opened.
+    """Views of a tile's state, 1-D, of the tile's length or as many values as the segment has for it; None (or absent)
+    for what was not opened.
 
     The views belong to the opener until `TileIO.close` or `TileIO.write_back` is called.
     """
@@ -59,10 +61,19 @@ class OpenTile:
     mirrors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(device memory, staged copy) of homes on a device that the host cannot address."""
 
-    def segments(self) -> list[tuple[str, torch.Tensor]]:
+    def cut(self, inside: slice) -> dict[str, torch.Tensor]:
+        """The optimizer segments of a range of the tile's elements, which begins where a parameter's part of it does
+        or at a multiple of the format's block after that.
+        """
+        assert self.group.fmt is not None
+        return self.group.fmt.cut(self.optimizer, inside)
+
+    def segments(self) -> list[tuple[Segment, torch.Tensor]]:
         """Its state by segment, the weight first."""
         assert self.weight is not None
-        return [("weight", self.weight), *self.optimizer.items()]
+        found = [(Segment("weight", self.weight.dtype), self.weight)]
+        fmt = self.group.fmt
+        return found if fmt is None else found + [(part, self.optimizer[part.name]) for part in fmt.optimizer]
 
 
 @dataclass(frozen=True)
@@ -389,11 +400,11 @@ class TileIO:
     def _bind(self, group: GroupState, opened: OpenTile, kind: Parts, home: Home, place: int | None) -> None:
         numel = opened.tile.span.numel
 
-        def view(dtype: torch.dtype, skip: int = 0) -> torch.Tensor:
+        def view(dtype: torch.dtype, length: int = numel, skip: int = 0) -> torch.Tensor:
             if place is None:
-                return home.tensor(dtype, numel, skip)
+                return home.tensor(dtype, length, skip)
             assert opened.staging is not None
-            return opened.staging.view(dtype, numel, place + skip)
+            return opened.staging.view(dtype, length, place + skip)
 
         if kind is Parts.WEIGHT:
             opened.weight = view(group.layout.dtype)
@@ -401,10 +412,8 @@ class TileIO:
             opened.gradient = view(group.grad_dtype)
         else:
             assert group.fmt is not None
-            skip = 0
-            for segment in group.fmt.optimizer:
-                opened.optimizer[segment.name] = view(segment.dtype, skip)
-                skip += numel * segment.itemsize
+            for segment, skip in group.fmt.places(numel):
+                opened.optimizer[segment.name] = view(segment.dtype, segment.values(numel), skip)
 
 
 def _is_ahead(kind: Parts, home: Home) -> bool:

@@ -200,14 +200,14 @@ class Updater:
             self._device.wait(destination.after)
         numel = tile.span.numel
         weight = tile.weight.tensor(group.layout.dtype, numel)
-        optimizer, skip = {}, 0
-        for part in group.fmt.optimizer:
-            optimizer[part.name] = tile.optimizer.tensor(part.dtype, numel, skip)
-            skip += numel * part.itemsize
+        optimizer = {
+            part.name: tile.optimizer.tensor(part.dtype, part.values(numel), skip)
+            for part, skip in group.fmt.places(numel)
+        }
         gradient = await self._gradient_on_device(group, tile)
         with self._tile_io.timing(Kind.UPDATE, group, tile, tile.weight.nbytes + tile.optimizer.nbytes):
             for start, stop, index in segments:
-                parts = {name: values[start:stop] for name, values in optimizer.items()}
+                parts = group.fmt.cut(optimizer, slice(start, stop))
                 segment = spec.segments[index]
                 update_reference(
                     group.fmt, weight[start:stop], parts, gradient[start:stop], segment.hyper, segment.grad_scale
@@ -294,11 +294,10 @@ def _run_kernel(group: GroupState, opened: OpenTile, spec: UpdateSpec, segments:
     assert opened.gradient is not None
     assert group.fmt is not None
     for start, stop, index in segments:
-        parts = {name: part[start:stop] for name, part in opened.optimizer.items()}
         update_on_host(
             group.fmt,
             opened.weight[start:stop],
-            parts,
+            opened.cut(slice(start, stop)),
             opened.gradient[start:stop],
             spec.segments[index].hyper,
             spec.segments[index].grad_scale,
