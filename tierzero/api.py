@@ -28,6 +28,7 @@ def shard(
     units: UnitChoice = None,
     mesh: DeviceMesh | None = None,
     init: Init = None,
+    share: float | None = None,
 ) -> M:
     """Moves the model's parameters into the tiers, sharded over the ranks, and returns the same module.
 
@@ -41,12 +42,16 @@ def shard(
     Parameters become ``train.precision``, unless the model mixes dtypes: then each keeps its own. Buffers keep theirs,
     and so do weights beside running statistics (batch norm). On several ranks, rank 0's values count.
 
+    ``share``: models of one process that share budgets, such as a teacher and its student, each take a fraction of
+    those in ``config`` (``tiers.device``, ``tiers.host`` and ``tiers.nvme_limit``, or the memory that is free where
+    none is stated); together at most 1, until they are closed. None: the budgets are this model's own.
+
     Raises ConfigError or BudgetError before anything is allocated.
     """
     if config is not None and not isinstance(config, Config):
         how = "tz.Config.from_dict(...)" if isinstance(config, Mapping) else "tz.Config.load(path)"
         raise ConfigError(f"shard: config is a {type(config).__name__}; make a configuration of it with {how}")
-    build_runtime(model, config if config is not None else Config.from_dict({}), units, mesh, init)
+    build_runtime(model, config if config is not None else Config.from_dict({}), units, mesh, init, share=share)
     return model
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import tierzero as tz
 from tierzero.planner.shape import Budgets
-from tierzero.runtime.build import _agreed
+from tierzero.runtime.budgets import agreed
 from tierzero.sharding.collectives import RankMismatchError, World
 
 from ..support.oracle import Case, assert_close, config, hyper, sharded, train_plain, train_sharded
@@ -274,7 +274,7 @@ def test_reductions_come_in_one_order_on_all_ranks(tmp_path: Path, two_ranks: Ra
 
 def agreed_budgets(rank: int, size: int) -> tuple[int, int]:
     free = Budgets(None, None, 1000 - rank, 2000 + rank, device_is_host=True, nvme=False)
-    found = _agreed(free, World(rank, size, group=dist.distributed_c10d._get_default_group()))
+    found = agreed(free, World(rank, size, group=dist.distributed_c10d._get_default_group()))
     return found.device_free, found.host_free
 
 

@@ -70,6 +70,32 @@ def test_teacher_and_student_on_two_ranks(tmp_path: Path, two_ranks: RankPool) -
     two_ranks.run(teacher_and_student, str(tmp_path), "nvme")
 
 
+def test_shares_of_the_same_budgets(tmp_path: Path) -> None:
+    """Whatever the models take at their peak, together it is within what the configuration states."""
+    settings = config(
+        tmp_path,
+        tiers={"device": "200KB", "host": "600KB", "nvme_limit": "1MB"},
+        placement={"params": "device", "optimizer": "nvme", "gradients": "host"},
+    )
+    with pytest.raises(tz.ConfigError, match=r"share is 1.5; use a fraction"):
+        tz.shard(built(STUDENT), settings, STUDENT.units, share=1.5)
+    student = tz.shard(built(STUDENT), settings, STUDENT.units, share=0.6)
+    with pytest.raises(tz.ConfigError, match=r"share = 0.5 of these budgets is more than the 0.4"):
+        tz.shard(built(TEACHER), settings, TEACHER.units, share=0.5)
+    with pytest.raises(tz.BudgetError, match=r"tiers\.device = 2,000 bytes"):
+        tz.shard(built(TEACHER), settings, TEACHER.units, share=0.01)
+    teacher = tz.shard(built(TEACHER).requires_grad_(False), settings, TEACHER.units, share=0.4)
+    distilled(teacher, student, tz.AdamW(student.parameters(), **hyper(STUDENT)), [0])
+    runtimes = running(student), running(teacher)
+    for tier, stated in (("device", 200_000), ("host", 600_000), ("nvme", 1_000_000)):
+        assert 0 < sum(runtime.peak_tier_bytes()[tier] for runtime in runtimes) <= stated
+        capacities = [sum(p.capacity for p in runtime.pools.values() if p.tier.value == tier) for runtime in runtimes]
+        assert sum(capacities) <= stated
+    tz.close(teacher)
+    tz.close(tz.shard(built(TEACHER), settings, TEACHER.units, share=0.4))
+    tz.close(student)
+
+
 def test_one_optimizer_over_two_models(tmp_path: Path) -> None:
     """As a generator with an encoder: gradients flow through both, one step updates both."""
     plain = [built(STUDENT), built(TEACHER, 1)]

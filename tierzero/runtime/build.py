@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +21,7 @@ from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
 from tierzero.planner.memory_plan import plan_memory
 from tierzero.planner.shape import Budgets, MemoryPlan, TileHomes
+from tierzero.runtime.budgets import Share, agreed, budgets_here
 from tierzero.runtime.contents import parameters_in, state_in
 from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.draft import DTYPES, Draft, draft
@@ -38,9 +36,6 @@ from tierzero.sharding.collectives import Collectives, World
 from tierzero.sharding.units import UnitChoice, dotted_prefixes
 from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore
 
-_FREE_SHARE = 0.8
-"""Of the free memory, what an unstated budget may take: the rest is for activations and the system."""
-
 
 def build_runtime(
     model: nn.Module,
@@ -50,18 +45,22 @@ def build_runtime(
     init: Init = None,
     device: Device | None = None,
     poison: bool = False,
+    share: float | None = None,
 ) -> Runtime:
     """Shards ``model`` as ``config`` says. Raises ConfigError or BudgetError before anything is allocated.
 
-    ``device`` and ``poison`` (fill released memory with NaN) are for tests.
+    ``share``: the part of the budgets that this model may have. ``device`` and ``poison`` (fill released memory with
+    NaN) are for tests.
     """
     _check_model(model, init)
+    shared = Share.taken_from(config, share)
+    config = shared.of_config()
     world = _world(mesh)
     device = device or choose_device(world.local_rank)
     drafted = draft(model, config, units, world.shards)
     lasting = LastingFiles.of(config, drafted, world)
     config = lasting.with_layout(config) if lasting is not None else config
-    budgets = _agreed(budgets_here(config, world.local_size, device), world)
+    budgets = agreed(shared.of_free(budgets_here(config, world.local_size, device)), world)
     plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
     machinery = _assemble(plan, config, budgets, world, device, drafted, poison, lasting)
     runtime: Runtime | None = None
@@ -71,6 +70,7 @@ def build_runtime(
             lasting.check_layout(machinery.store)
         machinery.store.open(existing=lasting is not None and lasting.found is not None)
         runtime = Runtime(model, unit_states, machinery)
+        shared.held_by(runtime)
         for unit in unit_states:
             unit.runtime = runtime
         _fill(runtime, model, init)
@@ -134,55 +134,6 @@ def _all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
     found = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(found, dist.ProcessGroup)
     return found
-
-
-def budgets_here(config: Config, local_size: int, device: Device | None = None) -> Budgets:
-    """Of each of ``local_size`` ranks on this machine, from the memory that is free now."""
-    tiers = config.tiers
-    device = device or choose_device(0)
-    available = int(psutil.virtual_memory().available) // local_size
-    host_free = int(available * _FREE_SHARE)
-    device_free = host_free
-    if not device.is_host:
-        device_free = (
-            int(torch.cuda.mem_get_info(device.torch_device)[0] * _FREE_SHARE)
-            if device.torch_device.type == "cuda"
-            else host_free
-        )
-    return Budgets(
-        tiers.device,
-        tiers.host // local_size if tiers.host is not None else None,
-        device_free,
-        host_free,
-        device.is_host,
-        bool(tiers.nvme),
-        local_size,
-        available,
-        *_nvme_capacity(config),
-    )
-
-
-def _agreed(budgets: Budgets, world: World) -> Budgets:
-    """With what is free as the scarcest rank has it: ranks that plan alike gather alike, in the same order."""
-    if world.size == 1:
-        return budgets
-    names = ("device_free", "host_free", "available", "nvme_capacity")
-    found: list[list[int]] = [[]] * world.size
-    dist.all_gather_object(found, [getattr(budgets, name) for name in names], group=world.group)
-    device_free, host_free, available, nvme_capacity = (min(column) for column in zip(*found, strict=True))
-    return replace(
-        budgets, device_free=device_free, host_free=host_free, available=available, nvme_capacity=nvme_capacity
-    )
-
-
-def _nvme_capacity(config: Config) -> tuple[int, bool]:
-    """Bytes, and whether it is the limit of the configuration. Of the whole drives: what is free, and whether a path
-    can be used at all, is seen when the store has opened them, which clears away what killed runs left.
-    """
-    paths = [Path(path) for path in config.tiers.nvme]
-    size = sum(shutil.disk_usage(path).total for path in paths) if all(path.is_dir() for path in paths) else 1 << 62
-    limit = config.tiers.nvme_limit
-    return (size, False) if limit is None or limit > size else (limit, True)
 
 
 def _assemble(

@@ -363,6 +363,10 @@ class Runtime:
         if whole:
             self.whole_state.check()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Ends the background work and gives memory and files back. The model cannot be used afterwards."""
         if self._closed:

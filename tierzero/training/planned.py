@@ -26,7 +26,7 @@ from ..planner.prediction import Ranks as PlannedRanks
 from ..planner.prediction import Workload, predict, transient_peak
 from ..planner.search import Candidate, Choice, Options, fastest
 from ..planner.shape import Budgets, MemoryPlan, ModelShape
-from ..runtime.build import budgets_here
+from ..runtime.budgets import budgets_here
 from ..runtime.draft import Draft, draft
 from ..sharding.stages import KINDS
 from ..tiers import Tier

@@ -21,7 +21,7 @@ from tierzero.planner.memory_plan import plan_memory
 from tierzero.profiling.measured_run import RunFailedError, RunTooLongError, measured_run, only_steps
 from tierzero.profiling.tune.candidates import Candidate, Facts
 from tierzero.profiling.tune.halving import Failed, Limits, Measured
-from tierzero.runtime.build import budgets_here
+from tierzero.runtime.budgets import budgets_here
 from tierzero.runtime.draft import draft
 from tierzero.tiers.directory import TierDirectory
 from tierzero.training.ranks import Ranks, micro_batches
