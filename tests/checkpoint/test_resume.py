@@ -145,3 +145,22 @@ def test_frozen_part_may_change_between_runs(tmp_path: Path) -> None:
             with pytest.raises(tz.CheckpointError, match=r"'0\.weight'"):
                 tz.load_checkpoint(other, None, where)
         tz.close(other)
+
+
+def test_a_model_that_was_wrapped_is_the_same(tmp_path: Path) -> None:
+    """Libraries wrap models, under other names. Of what else such a wrapper holds nothing would be saved."""
+    (tmp_path / "nvme").mkdir()
+    settings, path = config(tmp_path / "nvme"), tmp_path / "saved"
+    with running(settings) as run:
+        run.train(2)
+        run.model = nn.Sequential(run.model)
+        run.save(path)
+        run.model = run.model[0]
+        wanted = run.outcome()
+        with pytest.raises(tz.ConfigError, match=r"'1\.weight' is not one of the sharded model"):
+            tz.save_checkpoint(nn.Sequential(run.model, nn.Linear(2, 2)), run.optimizer, path)
+    for wrap in (nn.Sequential, nn.ModuleDict):
+        with running(settings, seed=8) as run:
+            given = wrap(run.model) if wrap is nn.Sequential else wrap({"inner": run.model})
+            tz.load_checkpoint(given, run.optimizer, path)
+            assert_bits(run.outcome(), wanted)

@@ -163,12 +163,27 @@ def test_state_dict_holds_full_tensors_of_its_own(model: nn.Module, plain: nn.Mo
     torch.testing.assert_close(plain(vectors(1, 0)), model(vectors(1, 0)), rtol=0, atol=0)
 
 
-def test_parameters_added_later_are_not_silently_left_out(model: nn.Module) -> None:
-    model.adapter = nn.Linear(24, 24)
+def test_parameters_added_later_are_refused(model: nn.Module) -> None:
+    """They would get gradients and no update, and on several ranks not even the same gradients."""
+    with pytest.raises(tz.ConfigError, match=r"'adapter\.weight' was added.*before tierzero\.shard"):
+        model.adapter = nn.Linear(24, 24)
+    with pytest.raises(tz.ConfigError, match=r"'3\.weight' was added"):
+        model.blocks.append(nn.Linear(24, 24))
+    with pytest.raises(tz.ConfigError, match=r"parameter 'scale' was assigned to a Linear"):
+        model.first.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(tz.ConfigError, match=r"parameter 'bias' was assigned"):
+        model.first.bias = nn.Parameter(torch.ones(24))
+    model.extra, model.again, model.last.weight = nn.Dropout(0.0), model.blocks[0], model.last.weight
+    nn.Sequential(model, nn.Linear(24, 24))  # around it anything goes
+    assert tz.full_state_dict(model).keys() >= {"first.bias", "again.up.bias"}
+
+
+def test_parameters_around_the_model_are_refused_where_it_is_asked_alone(model: nn.Module) -> None:
+    around = nn.Sequential(model, nn.Linear(24, 24))
     with pytest.raises(tz.ConfigError, match=r"does not belong to a model sharded"):
-        tz.AdamW(model.parameters(), lr=1e-3)
+        tz.AdamW(around.parameters(), lr=1e-3)
     with pytest.raises(tz.ConfigError, match=r"not a parameter of a model sharded"):
-        tz.full_state_dict(model)
+        tz.full_state_dict(around)
 
 
 def test_other_optimizers_are_refused(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from tierzero.planner.floor import floor_plan
 from tierzero.planner.memory_plan import plan_memory
 from tierzero.planner.shape import Budgets, GroupShape, ModelShape, PlanRequest
 from tierzero.sharding.layout import flat_layout
+from tierzero.sharding.stages import STAGES
 from tierzero.tiers import Tier
 
 MANY = 1 << 40
@@ -71,6 +72,46 @@ def test_optimizer_state_goes_to_a_gpu_only_beside_its_weights() -> None:
     assert Tier.DEVICE not in {home.optimizer for tiles in plan.homes for home in tiles}
     with pytest.raises(ConfigError, match=r"placement\.optimizer"):
         plan_memory(shape_of([1 << 20]), PlanRequest({"host": 1.0}, {"device": 1.0}, "auto"), gpu)
+
+
+def adapted(units: int) -> ModelShape:
+    """Units of a frozen group of 2 MiB and a trainable one of 128 KiB, the frozen one first."""
+    groups = []
+    for unit in range(units):
+        for numel, fmt in ((1 << 20, None), (1 << 16, state_format(torch.bfloat16))):
+            layout = flat_layout(torch.bfloat16, fmt is not None, [((f"p{unit}-{numel}",), torch.Size([numel]))], 1)
+            groups.append(GroupShape(unit, layout, fmt, 2 if fmt else 0))
+    return ModelShape(tuple(groups), tuple(f"unit{unit}" for unit in range(units)), ((),) * units)
+
+
+@pytest.mark.parametrize("params", ["auto", {"device": 1.0}])
+@pytest.mark.parametrize("frozen", [None, "auto", {"nvme": 1.0}, {"host": 0.5, "nvme": 0.5}])
+def test_frozen_weights_have_a_place_of_their_own(params: Any, frozen: Any) -> None:
+    shape = adapted(8)
+    request = PlanRequest(params, {"host": 1.0}, {"host": 1.0}, frozen=frozen)
+    plan = plan_memory(shape, request, replace(ROOMY, host=20 << 20))
+    homes: dict[bool, list[Tier]] = {True: [], False: []}
+    for group, tiles in zip(shape.groups, plan.homes, strict=True):
+        homes[group.fmt is None] += [home.weight for home in tiles]
+    fast = Tier.DEVICE if params == {"device": 1.0} else Tier.HOST
+    assert set(homes[False]) == {fast}  # under "auto" too, though frozen ones stand before them in the model
+    wanted = params if frozen is None else frozen
+    on_nvme = homes[True].count(Tier.NVME) / len(homes[True])
+    if isinstance(wanted, dict):
+        assert on_nvme == wanted.get("nvme", 0)
+    else:
+        assert 0 < on_nvme < 1
+    assert plan.host <= 20 << 20
+
+
+def test_frozen_weights_on_missing_or_useless_tiers_are_refused() -> None:
+    request = PlanRequest("auto", "auto", "auto", frozen={"nvme": 1.0})
+    with pytest.raises(ConfigError, match=r"placement\.frozen.*tiers\.nvme"):
+        plan_memory(adapted(2), request, replace(ROOMY, nvme=False))
+    with pytest.raises(ConfigError, match=r"placement\.frozen: sharding\.stage = 2"):
+        plan_memory(adapted(2), replace(request, stage=STAGES[2]), ROOMY)
+    with pytest.raises(BudgetError, match=r"nvme_limit"):
+        plan_memory(adapted(8), request, replace(ROOMY, nvme_capacity=8 << 20, nvme_limited=True))
 
 
 def test_nvme_without_paths_is_refused() -> None:

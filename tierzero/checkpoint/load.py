@@ -19,7 +19,7 @@ from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.checkpoint.save import finish_checkpoint
 from tierzero.checkpoint.streaming import ExtentStream
 from tierzero.errors import CheckpointError
-from tierzero.runtime.access import persistent_buffers
+from tierzero.runtime.access import persistent_buffers, sharded_model
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, Tile, slot_of
 from tierzero.runtime.tile_io import Parts, all_or_first_error
@@ -38,6 +38,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     """
     runtime = runtime_of(model)
     runtime.require_open(whole=False)
+    model = sharded_model(runtime, model)
     finish_checkpoint(model)
     folder = standing_folder(Path(path))
     sources: list[_Source] = []

@@ -13,7 +13,7 @@ from tierzero.checkpoint.safetensors_files import SafetensorsSource
 from tierzero.checkpoint.save import finish_checkpoint
 from tierzero.errors import ConfigError
 from tierzero.optim.formats import store_master
-from tierzero.runtime.access import persistent_buffers
+from tierzero.runtime.access import persistent_buffers, sharded_model
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, Piece, SlotState, Tile, tile_pieces
 from tierzero.runtime.tile_io import OpenTile, Parts
@@ -36,6 +36,7 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, strict
     """
     runtime = runtime_of(model)
     runtime.require_open(whole=False)
+    model = sharded_model(runtime, model)
     finish_checkpoint(model)
     path = Path(folder)
     sources: list[_Fitting] = []

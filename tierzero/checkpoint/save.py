@@ -33,7 +33,7 @@ from tierzero.checkpoint.output import partial_of
 from tierzero.checkpoint.removal import remove_behind
 from tierzero.checkpoint.writer import RankWriter
 from tierzero.errors import CheckpointError, ConfigError, TierZeroError
-from tierzero.runtime.access import persistent_buffers
+from tierzero.runtime.access import persistent_buffers, sharded_model
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, slot_of
@@ -66,6 +66,7 @@ def save_checkpoint(
     """
     runtime = runtime_of(model)
     runtime.require_open()
+    model = sharded_model(runtime, model)
     with runtime.timeline.phase(Kind.CHECKPOINT):
         _save(runtime, model, optimizer, path, extra, background)
 

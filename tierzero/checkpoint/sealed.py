@@ -14,7 +14,7 @@ from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.load import check_optimizer, check_parameters, restore_optimizer, restore_rng, restore_steps
 from tierzero.checkpoint.save import check_saved, manifest_of, rng_state
 from tierzero.errors import CheckpointError, ConfigError
-from tierzero.runtime.access import persistent_buffers
+from tierzero.runtime.access import persistent_buffers, sharded_model
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.sealing import Sealer
 from tierzero.runtime.spans import Kind
@@ -35,6 +35,7 @@ def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[
     if not isinstance(extra, dict):
         raise ConfigError('seal: extra is no dict; give what your loop counts, such as {"step": step}')
     runtime.check_use()
+    model = sharded_model(runtime, model)
     together(runtime, sealer.folder, "seal it", lambda: check_saved(runtime, optimizer, extra))
     content = {
         "manifest": manifest_of(runtime, model, optimizer, extra),
@@ -61,6 +62,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     if record is None:
         return None
     manifest = record.content["manifest"]
+    model = sharded_model(runtime, model)
 
     def check() -> None:
         check_parameters(runtime, manifest, sealer.folder)

@@ -166,7 +166,7 @@ class Config(BaseModel):
             text = f"model.heads = {model.heads}: does not divide model.dim = {model.dim}; choose heads that divide it"
             yield ("model.heads", "model.dim"), text
         if not self.tiers.nvme:
-            for kind in ("params", "optimizer", "gradients", "activations"):
+            for kind in ("params", "frozen", "optimizer", "gradients", "activations"):
                 wanted = getattr(self.placement, kind)
                 if isinstance(wanted, dict) and "nvme" in wanted:
                     text = f'placement.{kind} names "nvme": set tiers.nvme to the folders for the tier files'
@@ -195,8 +195,8 @@ class Config(BaseModel):
         where = ("checkpoint.durable",)
         if self.checkpoint.dir is None:
             yield where, "checkpoint.durable is set but checkpoint.dir is not: set it to a folder, which names the run"
-        for kind in ("params", "optimizer"):
-            if getattr(self.placement, kind) != {"nvme": 1.0}:
+        for kind in ("params", "frozen", "optimizer"):
+            if getattr(self.placement, kind) not in ("params", {"nvme": 1.0}):
                 yield where, f'checkpoint.durable needs all of the state in tier files: set placement.{kind} = "nvme"'
 
     @model_validator(mode="after")

@@ -154,6 +154,9 @@ class PlacementSection(Section):
     """Home tier of each kind of state."""
 
     params: Annotated[Placement, placement()] = key("auto", "Weights that forward and backward read.")
+    frozen: Annotated[Placement | Literal["params"], either(choice("params"), placement())] = key(
+        "params", 'Of these the ones that are not trained, which are only read. "params": as `params` says.'
+    )
     optimizer: Annotated[Placement, placement()] = key("auto", "Master weights (or their remainder) and moments.")
     gradients: Annotated[Placement, placement()] = key("auto", "Gradient shards between backward and update.")
     activations: Annotated[Placement, placement(("device",))] = key("auto", "Tensors saved for the backward.")

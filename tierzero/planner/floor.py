@@ -4,7 +4,7 @@ its tiles one by one, which takes minutes where there are millions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tierzero.errors import BudgetError
 from tierzero.planner.buffers import FEWEST_STAGING_TILES, arena_bytes, bucket_bytes, staging_tile_bytes
@@ -48,8 +48,13 @@ def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, fl
     room = 0 if budgets.device_is_host and budgets.device is None else max(0, device - floor.device)
     room += max(0, host - floor.host) + nvme - floor.nvme_state
     total = sum(_total(shape, kind) for kind in BYTES_OF)
-    free = [kind for kind in BYTES_OF if kind not in request.stage.whole and getattr(request, kind) == "auto"]
-    auto = sum(_total(shape, kind) for kind in free)
+    auto = sum(
+        _total(shape, kind, groups)
+        for kind in BYTES_OF
+        if kind not in request.stage.whole
+        for split, groups in request.splits(kind, shape)
+        if split == "auto"
+    )
     if auto > room:
         raise BudgetError(
             f"the model's training state, {total:,} bytes per rank, does not fit in tiers.device ({device:,} bytes), "
@@ -59,8 +64,9 @@ def check_capacity(shape: ModelShape, request: PlanRequest, budgets: Budgets, fl
         )
 
 
-def _total(shape: ModelShape, kind: str) -> int:
-    return sum(BYTES_OF[kind](group, group.elements(kind)) for group in shape.groups)
+def _total(shape: ModelShape, kind: str, groups: Sequence[int] | None = None) -> int:
+    chosen = shape.groups if groups is None else [shape.groups[index] for index in groups]
+    return sum(BYTES_OF[kind](group, group.elements(kind)) for group in chosen)
 
 
 def _fixed_bytes(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int) -> dict[Tier, int]:
@@ -69,16 +75,17 @@ def _fixed_bytes(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile
     """
     fixed = dict.fromkeys(Tier, 0)
     for kind, size in BYTES_OF.items():
-        split = getattr(request, kind)
         if kind in request.stage.whole:
-            fixed[budgets.compute_tier(split)] += _total(shape, kind)
+            fixed[budgets.compute_tier(getattr(request, kind))] += _total(shape, kind)
             continue
-        if not isinstance(split, Mapping):
-            continue
-        slack = max((size(group, min(tile, group.layout.shard_numel)) for group in shape.groups), default=0)
-        for name, part in split.items():
-            share = int(part * _total(shape, kind))
-            fixed[Tier(name)] += share if part == 1 else max(0, share - slack)
+        for split, groups in request.splits(kind, shape):
+            if not isinstance(split, Mapping):
+                continue
+            of_these = [shape.groups[index] for index in groups]
+            slack = max((size(group, min(tile, group.layout.shard_numel)) for group in of_these), default=0)
+            for name, part in split.items():
+                share = int(part * _total(shape, kind, groups))
+                fixed[Tier(name)] += share if part == 1 else max(0, share - slack)
     return fixed
 
 
@@ -87,6 +94,7 @@ def _may_be_in_place(group: GroupShape, request: PlanRequest, budgets: Budgets) 
         return True
     if group.layout.parts != 1:
         return False
-    if isinstance(request.params, Mapping) and request.params.get("nvme") == 1:
+    split = request.frozen if group.fmt is None and request.frozen is not None else request.params
+    if isinstance(split, Mapping) and split.get("nvme") == 1:
         return False
     return group.weight_bytes(group.layout.numel) <= max(budgets.device_limit, budgets.host_limit)

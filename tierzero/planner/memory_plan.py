@@ -65,7 +65,7 @@ def plan_memory(shape: ModelShape, request: PlanRequest, budgets: Budgets) -> Me
 
 
 def _check_request(request: PlanRequest, budgets: Budgets) -> None:
-    for kind in ("params", "optimizer", "gradients"):
+    for kind in ("params", "frozen", "optimizer", "gradients"):
         split = getattr(request, kind)
         if isinstance(split, Mapping) and split.get("nvme", 0) > 0 and not budgets.nvme:
             raise ConfigError(f"placement.{kind}: nvme is asked for, but tiers.nvme lists no path; add one")
@@ -88,6 +88,11 @@ def _check_whole(request: PlanRequest, budgets: Budgets) -> None:
                 f"memory that it computes in, so that they cannot be placed elsewhere; use {_stage_for(kind)}, or "
                 f'placement.{kind} = "device"'
             )
+    if "params" in request.stage.whole and request.frozen not in (None, request.params):
+        raise ConfigError(
+            f"placement.frozen: sharding.stage = {request.stage.number} keeps all params of every rank together in "
+            'the memory that it computes in; use stage 3, or leave placement.frozen on "params"'
+        )
 
 
 def _stage_for(kind: str) -> str:

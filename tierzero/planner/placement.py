@@ -58,25 +58,24 @@ def place(
         chosen[kind] = [[tier] * len(numels) for numels in tiles]
     # A GPU updates what lies in its memory: optimizer state is only of use there beside the weights.
     with_weights = request.optimizer == "auto" and not budgets.device_is_host
-    kinds = [kind for kind in KINDS if kind not in chosen]
-    kinds.sort(key=lambda k: (getattr(request, k) == "auto", request.order.index(k)))
-    if with_weights and "params" in kinds and kinds.index("optimizer") < kinds.index("params"):
-        kinds.remove("params")
-        kinds.insert(kinds.index("optimizer"), "params")
-    for kind in kinds:
-        chooser = _Chooser(getattr(request, kind), room, budgets.nvme)
-        chosen[kind] = [
-            [
+    order = list(request.order)
+    if with_weights and order.index("optimizer") < order.index("params"):
+        order.remove("params")
+        order.insert(order.index("optimizer"), "params")
+    parts = [(kind, *part) for kind in order if kind not in chosen for part in request.splits(kind, shape)]
+    for kind, split, indexes in sorted(parts, key=lambda part: part[1] == "auto"):
+        chooser = _Chooser(split, room, budgets.nvme)
+        homes = chosen.setdefault(kind, [[] for _ in shape.groups])
+        for index in indexes:
+            homes[index] = [
                 chooser.choose(
-                    page_round(BYTES_OF[kind](group, numel)),
+                    page_round(BYTES_OF[kind](shape.groups[index], numel)),
                     device_allowed=kind != "optimizer"
                     or not with_weights
                     or chosen["params"][index][tile_index] is Tier.DEVICE,
                 )
-                for tile_index, numel in enumerate(numels)
+                for tile_index, numel in enumerate(tiles[index])
             ]
-            for index, (group, numels) in enumerate(zip(shape.groups, tiles, strict=True))
-        ]
     return tuple(
         tuple(
             TileHomes(weight, optimizer if group.fmt else None, gradient if group.fmt else None)

@@ -102,6 +102,8 @@ class PlanRequest:
     gradients: Split
     tile: int | None = None
     prefetch: int | None = None
+    frozen: Split | None = None
+    """Of the weights of frozen groups; None: as ``params``."""
     kept: frozenset[int] = frozenset()
     """Units that stay gathered from the forward to the update."""
     reduced: bool = False
@@ -113,6 +115,18 @@ class PlanRequest:
     """Kinds of state that are placed automatically, the first of which gets the fastest memory. Weights move most
     often per byte, and gradients come before the update that they wait for.
     """
+
+    def splits(self, kind: str, shape: ModelShape) -> list[tuple[Split, tuple[int, ...]]]:
+        """How this kind of state is placed: each split, with the numbers of the groups that it is about, in the order
+        in which they get memory. What is trained comes first where memory is short: it is written as well as read.
+        """
+        split: Split = getattr(self, kind)
+        everything = tuple(range(len(shape.groups)))
+        trained = tuple(index for index in everything if shape.groups[index].fmt is not None)
+        frozen = tuple(index for index in everything if shape.groups[index].fmt is None)
+        if kind == "params" and self.frozen is not None:
+            return [part for part in ((split, trained), (self.frozen, frozen)) if part[1]]
+        return [(split, trained + frozen if split == "auto" else everything)]
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from tierzero.errors import ConfigError
 from tierzero.optim.formats import load_master, store_master
 from tierzero.optim.gradient import sum_of_squares
-from tierzero.runtime.state import GroupState, Piece, SlotState
+from tierzero.runtime.state import GroupState, Piece, SlotState, slot_of
 from tierzero.runtime.tile_io import OpenTile, Parts
 from tierzero.runtime.visits import visit
 
@@ -146,6 +147,21 @@ def zero_moments(runtime: Runtime, slots: Sequence[SlotState]) -> None:
     if slots:
         with runtime.engine.unbroken(f"while the moments of parameter {slots[0].name!r} were being set to zero"):
             visit(runtime, slots, Parts.STATE, zero)
+
+
+def sharded_model(runtime: Runtime, given: nn.Module) -> nn.Module:
+    """The model as it was sharded, whose names those in a checkpoint are, for one that a library has wrapped.
+
+    Raises ConfigError where ``given`` has parameters that are not the runtime's: nothing would be saved of them.
+    """
+    for name, parameter in given.named_parameters():
+        slot = slot_of(parameter)
+        if slot is None or slot.owner is not runtime:
+            raise ConfigError(
+                f"parameter {name!r} is not one of the sharded model that a checkpoint is of; pass that model, and "
+                "keep what is around it in a file of your own"
+            )
+    return runtime.model
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

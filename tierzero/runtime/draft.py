@@ -61,6 +61,7 @@ class Draft:
             placement.gradients,
             tiers.tile,
             tiers.prefetch,
+            frozen=None if placement.frozen == "params" else placement.frozen,
             kept=self.kept,
             reduced=ranks > 1,
             stage=self.stage,
