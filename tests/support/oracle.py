@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import tierzero as tz
 from tierzero.api import running
+from tierzero.optim.formats import state_format, store_master
+from tierzero.optim.hyper import AdamHyper
+from tierzero.optim.reference import update_reference
 from tierzero.runtime.build import build_runtime
 from tierzero.runtime.state import slot_of
 
@@ -102,6 +106,49 @@ def train_plain(case: Case, ranks: int = 1) -> Outcome:
         outcome.moments[name] = (state["exp_avg"], state["exp_avg_sq"]) if state else None
         outcome.updates[name] = int(state["step"]) if state else 0
     return outcome
+
+
+def train_plain_bf16(case: Case, ranks: int = 1) -> Outcome:
+    """As `train_plain` in mixed precision, of cases that do not clip: bf16 parameters and inputs of a model whose
+    buffers stay as they are, the mean of the ranks' bf16 gradients, and the update of split fp32 masters as plain
+    PyTorch has it. Bit for bit what the same runtime has to compute.
+    """
+    assert case.clip is None
+    model = built(case)
+    model.register_forward_pre_hook(lambda _, args, named: tree_map(_bf16, (args, named)), with_kwargs=True)
+    fmt = state_format(torch.bfloat16)
+    states = {}
+    for name, parameter in model.named_parameters():
+        parts = {segment.name: torch.zeros(parameter.numel(), dtype=segment.dtype) for segment in fmt.optimizer}
+        master, parameter.data = parameter.detach().flatten(), torch.empty_like(parameter, dtype=torch.bfloat16)
+        store_master(fmt, master, parameter.data.view(-1), parts)
+        states[name] = parts
+    outcome = Outcome(updates=dict.fromkeys(states, 0))
+    for step in range(case.steps):
+        losses, gradients = [], []
+        for rank in range(ranks):
+            loss = seeded_loss(case, model, step, rank)
+            loss.backward()
+            losses.append(loss.detach())
+            gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+            model.zero_grad()
+        outcome.losses.append(sum(losses[1:], losses[0]).item() / ranks)
+        for name, parameter in model.named_parameters():
+            given = [grads[name] for grads in gradients if grads[name] is not None]
+            if given:
+                outcome.updates[name] += 1
+                at = AdamHyper(1e-2, 0.9, 0.95, case.eps, 0.1, True, outcome.updates[name])
+                mean = sum(given[1:], given[0]).flatten() / ranks
+                update_reference(fmt, parameter.data.view(-1), states[name], mean, at)
+    for name, parameter in model.named_parameters():
+        outcome.weights[name] = parameter.detach().clone()
+        m, v = (states[name][kind].view(parameter.shape) for kind in "mv")
+        outcome.moments[name] = (m, v) if outcome.updates[name] else None
+    return outcome
+
+
+def _bf16(value: Any) -> Any:
+    return value.bfloat16() if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
 
 
 def take_steps(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int) -> Outcome:
