@@ -121,9 +121,7 @@ MODELS: dict[str, Kind] = {
     "gemma": Kind("GemmaForCausalLM", "GemmaConfig", _DECODER, _causal, ("GemmaDecoderLayer",)),
     "gemma2": Kind("Gemma2ForCausalLM", "Gemma2Config", _DECODER, _causal, ("Gemma2DecoderLayer",)),
     "gemma3": Kind("Gemma3ForCausalLM", "Gemma3TextConfig", _DECODER, _causal, ("Gemma3DecoderLayer",)),
-    "mixtral": Kind(
-        "MixtralForCausalLM", "MixtralConfig", _DECODER | _EXPERTS, _causal, ("MixtralDecoderLayer",)
-    ),
+    "mixtral": Kind("MixtralForCausalLM", "MixtralConfig", _DECODER | _EXPERTS, _causal, ("MixtralDecoderLayer",)),
     "qwen2-moe": Kind(
         "Qwen2MoeForCausalLM",
         "Qwen2MoeConfig",
