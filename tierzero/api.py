@@ -65,6 +65,12 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
     """
     runtime = runtime_of(model)
     runtime.require_open()
+    named = [(name, slot_required(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    others = [name for name, slot in named if slot.owner is not runtime]
+    if others:
+        raise ConfigError(
+            f"full_state_dict: parameter {others[0]!r} is another sharded model's; ask for each by itself"
+        )
     runtime.flush_to_read()
     if runtime.collectives is not None:
         runtime.collectives.barrier()  # the gathers that follow might fit those of a rank that trains on
@@ -76,8 +82,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
                 by_slot[slot] = gathered_group.parameter_values(slot.slot).detach().clone().cpu()
     if not keep:
         return {}
-    named = model.named_parameters(remove_duplicate=False)
-    state = {name: by_slot[slot_required(parameter)] for name, parameter in named}
+    state = {name: by_slot[slot] for name, slot in named}
     for name, buffer in persistent_buffers(model):
         state[name] = buffer.detach().cpu().clone()
     return state

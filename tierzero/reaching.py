@@ -39,7 +39,7 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None
             if slot in runtime.held_open:
                 continue
             runtime.require_open()
-            slot.make_resident(runtime.full_copy(slot))
+            slot.make_resident(runtime.full_copy(slot), between_steps=True)
             runtime.held_open.add(slot)
             opened.append(slot)
         yield
@@ -55,6 +55,13 @@ def _write_back(slots: list[SlotState]) -> None:
         slot.owner.held_open.discard(slot)
         if not slot.group.unit.active:
             slot.put_away()
+    for slot, edited in values.items():
+        slot.check_frozen()
+        if (edited.shape, edited.dtype) != (slot.slot.shape, slot.group.layout.dtype):
+            raise ConfigError(
+                f"gathered: parameter {slot.name!r} was replaced by {edited.dtype} of shape {tuple(edited.shape)}; a "
+                "sharded parameter keeps type and shape: build the model with others before tierzero.shard"
+            )
     for runtime, own in _by_model(slots).items():
         # What a pending update would still change must be in the tiers before the edit is laid on top of it.
         runtime.flush()

@@ -11,6 +11,7 @@ from torch import nn
 import tierzero as tz
 
 from ..support.oracle import TIERS, config, sharded
+from ..support.rank_pool import RankPool
 from ..support.zoo import DIM, Normed, vectors
 
 
@@ -119,6 +120,35 @@ def test_mixed_dtypes_stay_apart(tier: str, tmp_path: Path) -> None:
         changed = tz.full_state_dict(model)
         for name, other in plain.named_parameters():
             assert torch.equal(changed[name], other.detach()) == (name == "table"), name
+
+
+FROZEN = (torch.float64, torch.float8_e4m3fn, torch.int8, torch.uint16, torch.bool)
+
+
+def _of_all_types() -> nn.Module:
+    model = nn.Linear(DIM, DIM)
+    for dtype in FROZEN:
+        table = torch.arange(7).to(dtype)
+        model.register_parameter(f"table_{str(dtype)[6:]}", nn.Parameter(table, requires_grad=False))
+    return model
+
+
+def frozen_types(rank: int, size: int, nvme: str, tier: str) -> None:
+    with sharded(_of_all_types(), config(Path(nvme), tier)) as model:
+        model(vectors(0, rank)).sum().backward()
+        state = tz.full_state_dict(model)
+        for name, parameter in _of_all_types().named_parameters():
+            if not parameter.requires_grad:
+                assert state[name].dtype is parameter.dtype
+                assert torch.equal(state[name].view(torch.uint8), parameter.view(torch.uint8)), name
+                with tz.gathered(model.get_parameter(name)):
+                    assert torch.equal(model.get_parameter(name).view(torch.uint8), parameter.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_frozen_weights_of_any_type_on_two_ranks(tier: str, tmp_path: Path, two_ranks: RankPool) -> None:
+    """Backends move few types: gloo neither 8-bit floats nor unsigned integers."""
+    two_ranks.run(frozen_types, str(tmp_path), tier)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.float8_e4m3fn])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import tierzero as tz
@@ -37,3 +39,17 @@ def test_a_rank_among_several_needs_a_process_group(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(tz.ConfigError, match=r"one of 2 ranks.*init_process_group"):
         tz.shard(nn.Linear(2, 2), tz.Config.from_dict({}))
+
+
+def test_gradients_from_before_are_refused(tmp_path: Path) -> None:
+    """They would take memory that no budget counts, and be added to the first ones."""
+    model = nn.Linear(2, 2)
+    model(torch.ones(2)).sum().backward()
+    with pytest.raises(tz.ConfigError, match=r"'weight' has a gradient; call model\.zero_grad\(\)"):
+        tz.shard(model, tz.Config.from_dict({}))
+
+
+def test_a_path_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    settings = {"tiers": {"nvme": [str(tmp_path / ("n" * 300))]}, "placement": {"optimizer": "nvme"}}
+    with pytest.raises(tz.ConfigError, match=r"tiers\.nvme: .* cannot be used: File name too long"):
+        tz.shard(nn.Linear(2, 2), tz.Config.from_dict(settings))

@@ -100,6 +100,24 @@ def test_unfreezing_what_was_frozen_at_sharding_is_refused_by_name(tmp_path: Pat
         optimizer.step()
 
 
+def test_unfreezing_while_the_values_are_there_is_refused(tmp_path: Path) -> None:
+    with sharded(Lora(), config(tmp_path), LORA.units) as model:
+        frozen = model.layers[0].base.weight
+        with pytest.raises(tz.ConfigError, match=r"base\.weight' was frozen when"), tz.gathered(frozen):
+            frozen.requires_grad_(True)
+        unfreeze = model.layers[0].base.register_forward_pre_hook(_unfreeze)
+        with pytest.raises(tz.ConfigError, match=r"base\.weight' was frozen when"):
+            language(model, 0, 0)
+        unfreeze.remove()
+        assert not frozen.requires_grad
+        language(model, 0, 0).backward()
+        assert tz.read_state(model.layers[0].b.weight, "gradient").any()
+
+
+def _unfreeze(module: nn.Module, given: object) -> None:
+    module.weight.requires_grad_(True)
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_parameters_without_gradient_stay_as_they_are(tier: str, tmp_path: Path) -> None:
     """As torch.optim: no step counted, no decay, moments untouched, even while others train."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import tierzero as tz
 
 from ..support.oracle import TIERS, Case, built, config, hyper, seeded_loss, sharded
 from ..support.rank_pool import RankPool
-from ..support.zoo import Block, Stack, Tied, language, regression, vectors
+from ..support.zoo import DIM, Block, Stack, Tied, language, regression, vectors
 
 STACK = Case(Stack, regression, (Block,))
 TIED = Case(lambda: Tied(False), language, (Block, "embed"))
@@ -54,7 +56,7 @@ def test_reading_and_changing_between_steps(tier: str, overlap: str, tmp_path: P
             with tz.gathered(model.parameters()):
                 for have, want in zip(model.parameters(), plain.parameters(), strict=True):
                     torch.testing.assert_close(have.data, want.data, rtol=1e-5, atol=1e-6)
-                    assert type(have) is nn.Parameter
+                    assert isinstance(have, nn.Parameter)
         for have, want in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(tz.read_state(have, "m"), trained.state[want]["exp_avg"], rtol=1e-4, atol=1e-7)
 
@@ -132,6 +134,41 @@ def test_nested_and_failing(tmp_path: Path) -> None:
             _ = model.first.weight.data
         with pytest.raises(tz.ConfigError, match="not a parameter"), tz.gathered(torch.zeros(3)):
             pass
+
+
+def test_gradients_are_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Clipping and stepping by ``.grad`` would do nothing, in silence."""
+    calls: list[Callable[[nn.Module], object]] = [
+        lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+        lambda m: torch.optim.SGD(m.parameters(), lr=1.0).step(),
+        lambda m: m.first.weight.grad,
+        lambda m: setattr(m.first.weight, "grad", torch.zeros(DIM, DIM)),
+    ]
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        regression(model, 0, 0).backward()
+        wanted = tz.read_state(model.first.weight, "gradient")
+        for call in calls:
+            with tz.gathered(model.parameters()), pytest.raises(tz.NotResidentError, match=r"first\.weight"):
+                call(model)
+        with tz.gathered(model.first.weight):
+            assert type(copy.deepcopy(model.first.weight)) is nn.Parameter
+            regression(model, 0, 0).backward()
+        torch.testing.assert_close(tz.read_state(model.first.weight, "gradient"), 2 * wanted)
+        with tz.gathered(model.first.weight):
+            model.first.weight.grad = None
+            assert model.first.weight.grad is None
+
+
+def test_another_shape_or_type_is_refused(tmp_path: Path) -> None:
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        wanted = tz.full_state_dict(model)
+        for replaced in (torch.zeros(3), wanted["first.bias"].half()):
+            with (
+                pytest.raises(tz.ConfigError, match=r"'first\.bias' was replaced"),
+                tz.gathered(model.first.parameters()),
+            ):
+                model.first.bias.data = replaced
+        assert all(torch.equal(value, wanted[name]) for name, value in tz.full_state_dict(model).items())
 
 
 def gathered_on_ranks(rank: int, size: int, nvme: str) -> None:

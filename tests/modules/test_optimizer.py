@@ -151,6 +151,61 @@ def test_zero_rate_and_added_group(model: nn.Module) -> None:
         optimizer.add_param_group({"params": [model.last.weight]})
 
 
+def _reorder(optimizer: Optimizer) -> None:
+    optimizer.param_groups.reverse()
+
+
+def _move(optimizer: Optimizer) -> None:
+    first, second = (group["params"] for group in optimizer.param_groups)
+    first.append(second.pop())
+
+
+def _leave_out(optimizer: Optimizer) -> None:
+    optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][2:]
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("change", [_reorder, _move, _leave_out])
+def test_groups_that_the_user_rearranges(change: Callable[[Optimizer], None], overlap: str, tmp_path: Path) -> None:
+    settings = config(tmp_path, optimizer={"overlap": overlap}, train={"precision": "fp32", "grad_clip": 0})
+    plain = built(STACK)
+    with sharded(built(STACK), settings, STACK.units) as model:
+        for each, kind in ((plain, torch.optim.AdamW), (model, tz.AdamW)):
+            parameters = list(each.parameters())
+            both = [{"params": parameters[:4], "lr": 1e-2}, {"params": parameters[4:], "lr": 3e-2}]
+            optimizer = kind(both, eps=1e-5)
+            for step in range(5):
+                if step == 2:
+                    change(optimizer)
+                regression(each, step, 0).backward()
+                optimizer.step()
+                each.zero_grad()
+        for name, value in tz.full_state_dict(model).items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_state_dict_hooks_are_called(model: nn.Module) -> None:
+    optimizer = tz.AdamW(model.parameters())
+    called = []
+    optimizer.register_state_dict_pre_hook(lambda its: called.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda its, state: {**state, "mine": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda its, state: called.append(state.pop("mine")))
+    optimizer.register_load_state_dict_post_hook(lambda its: called.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["saving", 1, "loaded"]
+
+
+def test_moments_in_a_state_dict_are_refused(model: nn.Module) -> None:
+    """Those of ``torch.optim`` hold them; step counts that happen to agree must not hide that they are not taken."""
+    plain = built(STACK)
+    trained, optimizer = torch.optim.AdamW(plain.parameters()), tz.AdamW(model.parameters())
+    for each, its in ((plain, trained), (model, optimizer)):
+        regression(each, 0, 0).backward()
+        its.step()
+    with pytest.raises(tz.ConfigError, match=r"'first\.weight' has step, exp_avg, .*tierzero\.load_checkpoint"):
+        optimizer.load_state_dict(trained.state_dict())
+
+
 def test_step_with_a_closure(model: nn.Module) -> None:
     plain = built(STACK)
     found = []
@@ -174,14 +229,24 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "decay": ("weight_decay", {"weight_decay": -0.1}),
     "amsgrad": ("amsgrad", {"amsgrad": True}),
     "maximize": ("maximize", {"maximize": True}),
+    "no pair": ("a pair", {"betas": (0.9, 0.99, 0.999)}),
+    "text": ("must be numbers", {"lr": "1e-3 or so"}),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_hyperparameters_are_refused_by_name(what: str, model: nn.Module) -> None:
     name, arguments = BAD[what]
-    with pytest.raises(tz.ConfigError, match=name):
+    with pytest.raises(tz.ConfigError, match=f"the arguments .*{name}"):
         tz.AdamW(model.parameters(), **arguments)
+    with pytest.raises(tz.ConfigError, match=f"param group 0 .*{name}"):
+        tz.AdamW([{"params": model.parameters(), **arguments}])
+    optimizer = tz.AdamW(model.parameters())
+    optimizer.param_groups[0].update(arguments)
+    regression(model, 0, 0).backward()
+    if not {"amsgrad", "maximize"} & arguments.keys():
+        with pytest.raises(tz.ConfigError, match=name):
+            optimizer.step()
 
 
 def test_hyperparameters_as_tensors_and_numpy(model: nn.Module) -> None:

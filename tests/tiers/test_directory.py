@@ -137,6 +137,8 @@ def test_a_missing_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is not a directory"):
         TierDirectory.open(tmp_path / "file", 0)
+    with pytest.raises(ConfigError, match="cannot be used: File name too long"):
+        TierDirectory.open(tmp_path / ("n" * 300), 0)
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])

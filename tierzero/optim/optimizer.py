@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tierzero.errors import ConfigError
 from tierzero.optim.owner import GroupHyper, OwnedParameter, StepOwner, owned
+
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter stands in the param groups."""
+
+    group: dict[str, Any]
+    position: int
+
+    def holds(self, slot: OwnedParameter, groups: list[dict[str, Any]]) -> bool:
+        parameters = self.group["params"]
+        here = self.position < len(parameters) and owned(parameters[self.position]) is slot
+        return here and any(group is self.group for group in groups)
 
 
 class _Adam(torch.optim.Optimizer):
@@ -25,16 +42,12 @@ class _Adam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         **unsupported: Any,
     ) -> None:
-        for name, value in unsupported.items():
-            if name not in ("foreach", "fused", "capturable", "differentiable", "amsgrad", "maximize"):
+        for name in unsupported:
+            if name not in (*_UNSUPPORTED, "foreach", "fused"):
                 raise TypeError(f"{type(self).__name__} has no argument {name!r}")
-            if value and name not in ("foreach", "fused"):
-                raise ConfigError(
-                    f"{type(self).__name__}({name}=True) is not supported; leave it out or use torch.optim"
-                )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check("the arguments", defaults, self.decoupled)
-        self._slot_groups: dict[OwnedParameter, int] = {}
+        _check("the arguments", defaults | unsupported, self.decoupled)
+        self._places: dict[OwnedParameter, _Place] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -49,18 +62,8 @@ class _Adam(torch.optim.Optimizer):
             self.param_groups.append(param_group)
             return
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        _check(f"param group {len(self.param_groups) - 1}", added, self.decoupled)
-        for parameter in added["params"]:
-            slot = owned(parameter)
-            if slot is None:
-                raise ConfigError(
-                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} does not belong to a "
-                    "model sharded with "
-                    "tierzero.shard; shard the model first, or use torch.optim for it"
-                )
-            self._slot_groups[slot] = len(self.param_groups) - 1
-            slot.hyper_of = self._hyper_of
+        _check(f"param group {len(self.param_groups) - 1}", self.param_groups[-1], self.decoupled)
+        self._find_places()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -71,12 +74,14 @@ class _Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._find_places()
         for owner in self._owners():
             owner.step(self._hyper_of, self._owned_by(owner))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, wherever they are."""
+        self._find_places()
         for owner in self._owners():
             owner.zero_grad(self._owned_by(owner))
 
@@ -84,6 +89,8 @@ class _Adam(torch.optim.Optimizer):
         """Hyperparameters and step counts. Moments and master weights live in the tiers: `tierzero.save_checkpoint`
         keeps those.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         groups = []
         index = 0
         for group in self.param_groups:
@@ -92,14 +99,21 @@ class _Adam(torch.optim.Optimizer):
             index += len(group["params"])
             groups.append(packed)
         steps = [_required_slot(parameter).step for group in self.param_groups for parameter in group["params"]]
-        return {"state": {position: {"step": step} for position, step in enumerate(steps)}, "param_groups": groups}
+        state = {position: {"step": step} for position, step in enumerate(steps)}
+        found: dict[str, Any] = {"state": state, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = after(self, found) or found
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes hyperparameters and step counts back; the moments in the tiers must be those of the same step.
 
         Raises ConfigError when groups, their sizes or the moments' steps differ.
         """
-        saved = state_dict["param_groups"]
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        saved = copy.deepcopy(state_dict["param_groups"])
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
             raise ConfigError(
@@ -110,40 +124,49 @@ class _Adam(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         slots = [_required_slot(parameter) for parameter in parameters]
         for position, slot in enumerate(slots):
-            found = _saved_step(state_dict, position)
-            if found is not None and found != slot.step:
-                raise ConfigError(
-                    f"optimizer state of step {found} for parameter {slot.name!r}, whose moments in the tiers are of "
-                    f"step {slot.step}; moments are not in a state dict: use tierzero.load_checkpoint"
-                )
+            _check_saved(_saved_state(state_dict, position), slot)
+        for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
+            _check(f"param group {number}", group | values, self.decoupled)
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
             if isinstance(group.get("betas"), list):
                 group["betas"] = tuple(group["betas"])
         for position, slot in enumerate(slots):
-            if _saved_step(state_dict, position) is not None:
+            if _saved_state(state_dict, position) is not None:
                 slot.state_of = None
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _find_places(self) -> None:
+        """Takes the groups as they are now: whoever has the optimizer may reorder them and move parameters."""
+        before, self._places = self._places, {}
+        for group in self.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                slot = owned(parameter)
+                if slot is None:
+                    raise ConfigError(
+                        f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} does not belong to a "
+                        "model sharded with tierzero.shard; shard the model first, or use torch.optim for it"
+                    )
+                self._places[slot] = _Place(group, position)
+                if slot not in before:
+                    slot.hyper_of = self._hyper_of
+        for slot in before.keys() - self._places.keys():
+            if slot.hyper_of == self._hyper_of:
+                slot.hyper_of = None
 
     def _hyper_of(self, slot: OwnedParameter) -> GroupHyper | None:
-        index = self._slot_groups.get(slot)
-        if index is None:
-            return None
-        group = self.param_groups[index]
-        beta1, beta2 = group["betas"]
-        return GroupHyper(
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            self.decoupled,
-        )
+        place = self._places.get(slot)
+        if place is not None and not place.holds(slot, self.param_groups):  # a backward may ask before any step
+            self._find_places()
+            place = self._places.get(slot)
+        return None if place is None else _hyper(place.group, self.decoupled)
 
     def _owners(self) -> list[StepOwner]:
-        return list({id(slot.owner): slot.owner for slot in self._slot_groups}.values())
+        return list({id(slot.owner): slot.owner for slot in self._places}.values())
 
     def _owned_by(self, owner: StepOwner) -> list[OwnedParameter]:
-        return [slot for slot in self._slot_groups if slot.owner is owner]
+        return [slot for slot in self._places if slot.owner is owner]
 
 
 class AdamW(_Adam):
@@ -175,10 +198,11 @@ class Adam(_Adam):
     decoupled = False
 
 
-def _check(where: str, values: dict[str, Any], decoupled: bool) -> None:
-    beta1, beta2 = values["betas"]
+def _hyper(values: dict[str, Any], decoupled: bool) -> GroupHyper:
+    """The hyperparameters of a param group. Raises ConfigError for what is no number."""
     try:
-        hyper = GroupHyper(
+        beta1, beta2 = values["betas"]
+        return GroupHyper(
             float(values["lr"]),
             float(beta1),
             float(beta2),
@@ -186,15 +210,41 @@ def _check(where: str, values: dict[str, Any], decoupled: bool) -> None:
             float(values["weight_decay"]),
             decoupled,
         )
-        hyper.at(1)
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        shown = ", ".join(f"{name}={values.get(name)!r}" for name in ("lr", "betas", "eps", "weight_decay"))
+        raise ConfigError(f"{shown}: these must be numbers, betas a pair of them") from None
+
+
+def _check(where: str, values: dict[str, Any], decoupled: bool) -> None:
+    """Raises ConfigError, with ``where``, for hyperparameters that are unsupported or define no update."""
+    try:
+        unsupported = next((name for name in _UNSUPPORTED if values.get(name)), None)
+        if unsupported is not None:
+            raise ConfigError(f"{unsupported} is not supported; leave it out or use torch.optim")
+        _hyper(values, decoupled).at(1)
     except ConfigError as error:
         raise ConfigError(f"{where} of the optimizer: {error}") from None
 
 
-def _saved_step(state_dict: dict[str, Any], position: int) -> int | None:
+def _saved_state(state_dict: dict[str, Any], position: int) -> dict[str, Any] | None:
     """JSON turns the positions into text."""
-    found = state_dict["state"].get(position, state_dict["state"].get(str(position)))
-    return None if found is None else int(found["step"])
+    found: dict[str, Any] | None = state_dict["state"].get(position, state_dict["state"].get(str(position)))
+    return found
+
+
+def _check_saved(saved: dict[str, Any] | None, slot: OwnedParameter) -> None:
+    if saved is None:
+        return
+    if saved.keys() != {"step"}:
+        raise ConfigError(
+            f"optimizer state for parameter {slot.name!r} has {', '.join(saved)}: it is another optimizer's, and "
+            "moments cannot be taken from a state dict; use tierzero.load_checkpoint, or begin with fresh ones"
+        )
+    if int(saved["step"]) != slot.step:
+        raise ConfigError(
+            f"optimizer state of step {int(saved['step'])} for parameter {slot.name!r}, whose moments in the tiers are "
+            f"of step {slot.step}; moments are not in a state dict: use tierzero.load_checkpoint"
+        )
 
 
 def _required_slot(parameter: torch.Tensor) -> OwnedParameter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import weakref
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -125,7 +124,9 @@ def _nvme_capacity(config: Config) -> tuple[int, bool]:
     """Bytes, and whether it is the limit of the configuration. Of the whole drives: what is free, and whether a path
     can be used at all, is seen when the store has opened them, which clears away what killed runs left.
     """
-    paths = [Path(path) for path in config.tiers.nvme]
-    size = sum(shutil.disk_usage(path).total for path in paths) if all(path.is_dir() for path in paths) else 1 << 62
+    try:
+        size = sum(shutil.disk_usage(path).total for path in config.tiers.nvme)
+    except OSError:
+        size = 1 << 62
     limit = config.tiers.nvme_limit
     return (size, False) if limit is None or limit > size else (limit, True)

@@ -91,6 +91,8 @@ def _check_model(model: nn.Module, init: Init) -> None:
     if any(slot_of(parameter) is not None for parameter in parameters):
         raise ConfigError("shard: the model is sharded already")
     for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise ConfigError(f"shard: parameter {name!r} has a gradient; call model.zero_grad() before tierzero.shard")
         if parameter.dtype.is_complex:
             raise ConfigError(f"shard: parameter {name!r} is {parameter.dtype}; complex parameters are not supported")
         if parameter.requires_grad and parameter.dtype not in DTYPES.values():

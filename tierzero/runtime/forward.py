@@ -224,6 +224,7 @@ def _put_away(runtime: Runtime, unit: UnitState) -> None:
 
 def _refuse_changes(runtime: Runtime, unit: UnitState, lent: list[_Lent]) -> None:
     for loan in lent:
+        loan.slot.check_frozen()
         parameter = loan.slot.parameter
         if not loan.slot.is_away and (parameter._version != loan.version or parameter.data_ptr() != loan.address):
             runtime.pager.forget(unit)

@@ -24,6 +24,7 @@ from tierzero.errors import BudgetError
 from tierzero.optim.gradient import accumulate
 from tierzero.runtime.device import Device
 from tierzero.runtime.gradient_home import Arrival, Bucket, GradientHome, bucket_bytes, new_bucket
+from tierzero.runtime.paged import take_gradient
 from tierzero.runtime.state import GroupState, SlotState, UnitState
 from tierzero.runtime.stats import Stalls
 from tierzero.runtime.tile_io import TileIO
@@ -94,8 +95,7 @@ class Gradients:
 
     def arrive(self, slot: SlotState) -> None:
         """Takes the gradient that autograd has just completed from the parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
-            grad, slot.parameter.grad = slot.parameter.grad, None
+        grad = take_gradient(slot.parameter)
         if grad is None:
             return
         unit = slot.group.unit
@@ -321,8 +321,7 @@ class Gradients:
             self._drop_collected(dropped)
         for slot in dropped:
             slot.drop_gradient()
-            with torch._C.DisableTorchFunctionSubclass():
-                slot.parameter.grad = None  # there is one where an interrupt came before it was taken
+            take_gradient(slot.parameter)  # there is one where an interrupt came before it was taken
 
     def _drop_collected(self, slots: Sequence[SlotState]) -> None:
         for slot in slots:

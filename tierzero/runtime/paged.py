@@ -45,6 +45,8 @@ _REFUSED = frozenset(
     }
 )
 _GRAD = frozenset({"grad", "_grad"})
+_GRADIENT: Any = torch.Tensor.grad
+"""The attribute itself, also of a class that has another."""
 _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
 """Functions that mean the parameter object itself, not its values."""
 
@@ -128,6 +130,36 @@ class PagedParameter(nn.Parameter):
         )
 
 
+class GatheredParameter(nn.Parameter):
+    """A parameter inside `tierzero.gathered`: its values are there, its gradient is in the tiers as ever. An ordinary
+    parameter would say that it has none, and what clips or steps by ``.grad`` would do nothing. Made as
+    `PagedParameter` is.
+    """
+
+    _tierzero: ParameterOwner
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return _grad_access(self._tierzero, "__get__", ())
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _grad_access(self._tierzero, "__set__", (self, value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """What autograd has put at the parameter, which has it no longer."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: torch.Tensor | None = _GRADIENT.__get__(parameter)
+        _GRADIENT.__set__(parameter, None)
+    return found
+
+
 def _name_and_kind(func: Callable[..., Any]) -> tuple[str, str]:
     """A property arrives as its descriptor's ``__get__`` or ``__set__``; everything else under its own name."""
     name = getattr(func, "__name__", "")
@@ -183,7 +215,8 @@ def _grad_access(owner: ParameterOwner, kind: str, args: tuple[Any, ...]) -> tor
     if kind == "__set__":
         if args[1] is not None:
             raise NotResidentError(
-                f"the gradient of {owner.name!r} is kept in the tiers and cannot be assigned; set it to None to drop it"
+                f"the gradient of {owner.name!r} is kept in the tiers and cannot be assigned; set it to None to drop it, "
+                "or use tierzero.write_state(parameter, 'gradient', values)"
             )
         owner.discard_gradient()
         return None

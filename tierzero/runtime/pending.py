@@ -107,10 +107,11 @@ class PendingUpdates:
             # What else of the unit the backward may still read would have to be gathered again, on this rank alone.
             or (self._ranks > 1 and not all(group.layout.trainable for group in unit.groups))
             or unit.index in self.anticipation.units
-            or all(slot.hyper_of is None for slot in unit.all_slots())
         ):
             return
-        stepped = [(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None]
+        stepped = [(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None and s.hyper_of(s)]
+        if not stepped:
+            return
         self.fix(stepped, loss_scale=1.0)  # scaled training is refused with updates in the backward
         with self._engine.whole():
             self.anticipation.assume(unit, stepped)

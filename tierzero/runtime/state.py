@@ -16,7 +16,7 @@ from tierzero.errors import ConfigError, NotResidentError
 from tierzero.optim.formats import StateFormat
 from tierzero.optim.hyper import AdamHyper
 from tierzero.optim.owner import HyperOf
-from tierzero.runtime.paged import PagedParameter, placeholder
+from tierzero.runtime.paged import GatheredParameter, PagedParameter, placeholder
 from tierzero.sharding.layout import FlatLayout, Fragment, Slot, TileSpan
 from tierzero.tiers import Buffer, StoredObject, Tier
 
@@ -115,11 +115,14 @@ class SlotState:
                 self.parameter.data = self.away
         self.parameter.__class__ = PagedParameter  # swapping exchanges the classes too
 
-    def make_resident(self, values: torch.Tensor) -> None:
-        """Lets the parameter be an ordinary one over ``values`` (true shape and dtype)."""
+    def make_resident(self, values: torch.Tensor, between_steps: bool = False) -> None:
+        """Lets the parameter be an ordinary one over ``values`` (true shape and dtype); ``between_steps`` one that
+        knows where its gradient is.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             self.parameter.data = values
-        self.parameter.__class__ = self.resident_class
+        plain = self.resident_class is nn.Parameter
+        self.parameter.__class__ = GatheredParameter if between_steps and plain else self.resident_class
 
     @property
     def is_away(self) -> bool:
@@ -149,8 +152,8 @@ class SlotState:
             return None
         raise NotResidentError(
             f"the gradient of {self.name!r} is kept in the tiers, not in .grad; use tierzero.AdamW or tierzero.Adam to "
-            "train (torch.optim's optimizers cannot), tierzero.clip_grad_norm_(model, max_norm) to clip and "
-            "tierzero.read_state(parameter, 'gradient') to read it"
+            "train (torch.optim's optimizers cannot), tierzero.clip_grad_norm_(model, max_norm) to clip, "
+            "tierzero.LossScaler(model) to scale and tierzero.read_state(parameter, 'gradient') to read it"
         )
 
     def discard_gradient(self) -> None:
@@ -168,6 +171,13 @@ class SlotState:
                 f"parameter {self.name!r} was frozen when the model was sharded and has no optimizer state; unfreeze "
                 "it before tierzero.shard"
             )
+
+    def check_frozen(self) -> None:
+        """`set_requires_grad` for a parameter that has been resident, when nobody was asked."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.parameter.requires_grad and not self.group.layout.trainable:
+                self.parameter.requires_grad = False
+                self.set_requires_grad(True)
 
 
 class GroupState:

@@ -27,6 +27,7 @@ from tierzero.sharding.groups import give_back_groups, take_groups
 
 T = TypeVar("T")
 
+_CARRIED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32))
 _TURN = timedelta(seconds=0.2)
 _PATIENCE_S = 2.0
 
@@ -296,7 +297,7 @@ class Collectives:
         source = dist.get_global_rank(self._small, 0)
 
         def send() -> None:
-            work = dist.broadcast(values, src=source, group=self._small, async_op=True)
+            work = dist.broadcast(_as_carried(values), src=source, group=self._small, async_op=True)
             _host_wait(work, self._gather.thread.given_up)
 
         self._submit(self._gather, _small_tag(values, False) - 2, send).result()
@@ -327,9 +328,14 @@ def _close_all(workers: Sequence[_Worker]) -> None:
         worker.close()
 
 
+def _as_carried(values: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every backend moves: frozen weights may be of 8-bit and unsigned types."""
+    return values if values.dtype in _CARRIED else values.view(torch.uint8)
+
+
 def _gather_into(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(whole, shard, group=group, async_op=True)
+    work: dist.Work | None = gather(_as_carried(whole), _as_carried(shard), group=group, async_op=True)
     return work
 
 

@@ -179,9 +179,14 @@ def _own(path: Path, rank: int, lasting: str | None) -> tuple[int, str, int]:
 
 def _open_folder(path: Path) -> int:
     """A descriptor of ``path/tierzero``, created (0700) where it is missing."""
-    if not path.is_dir():
-        problem = "is not a directory" if path.exists() else "does not exist"
-        raise ConfigError(f"tiers.nvme: {path} {problem}; create it or name another path")
+    try:
+        is_directory = stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        raise ConfigError(f"tiers.nvme: {path} does not exist; create it or name another path") from None
+    except OSError as error:  # a name that is too long, a folder above it that may not be entered
+        raise ConfigError(f"tiers.nvme: {path} cannot be used: {error.strerror}; name another path") from error
+    if not is_directory:
+        raise ConfigError(f"tiers.nvme: {path} is not a directory; create it or name another path")
     folder = path / _FOLDER
     try:
         with contextlib.suppress(FileExistsError):
