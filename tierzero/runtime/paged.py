@@ -215,8 +215,8 @@ def _grad_access(owner: ParameterOwner, kind: str, args: tuple[Any, ...]) -> tor
     if kind == "__set__":
         if args[1] is not None:
             raise NotResidentError(
-                f"the gradient of {owner.name!r} is kept in the tiers and cannot be assigned; set it to None to drop it, "
-                "or use tierzero.write_state(parameter, 'gradient', values)"
+                f"the gradient of {owner.name!r} is kept in the tiers and cannot be assigned; set it to None to drop "
+                "it, or use tierzero.write_state(parameter, 'gradient', values)"
             )
         owner.discard_gradient()
         return None
