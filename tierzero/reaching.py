@@ -96,8 +96,8 @@ def read_state(
 
     Whole arrays have the parameter's shape; with ``local`` they are 1-D, this rank's elements (`local_range`), and a
     rank may call it by itself. "weight" and "gradient" have the dtype they are stored in, "master", "m" and "v" are
-    fp32, "step", the number of the parameter's updates, is an int64 scalar. A gradient is as accumulated: before
-    clipping, and times the loss scale where there is one.
+    fp32, "step", the number of the parameter's updates, is an int64 scalar. A gradient is as ``.grad`` would be:
+    clipped, once it was, and times the loss scale where there is one.
 
     Raises ConfigError for a tensor that is not a sharded parameter, for another ``kind``, and for a gradient that is
     not there (none has come since it was last dropped), ValueError for what a frozen parameter does not have.

@@ -54,6 +54,10 @@ def read_states(runtime: Runtime, slots: Sequence[SlotState], kind: StateKind, l
         return False
 
     visit(runtime, found, _PARTS.get(kind, Parts.STATE), copy)
+    if kind == "gradient":
+        for slot, gradient in found.items():
+            if slot.clip_factor != 1.0:
+                gradient.mul_(slot.clip_factor)
     if local:
         return [found[slot] for slot in slots]
     _join_ranks(runtime, found)
