@@ -120,6 +120,23 @@ def test_inference_only(tier: str, tmp_path: Path) -> None:
         torch.testing.assert_close(model(vectors(2, 0)), plain(vectors(2, 0)), rtol=0, atol=0)
 
 
+def test_inference_reads_ahead(tmp_path: Path) -> None:
+    """From the second forward on the next unit is on its way while one computes, without any step to learn from."""
+    with sharded(built(STACK), config(tmp_path), (Block, "first", "last")) as model:
+        runtime = running(model)
+        units = {unit.title: unit for unit in runtime.units}
+        seen = []
+        for block in range(5):
+            following = f"blocks.{block + 1}"
+            model.blocks[block].up.register_forward_hook(
+                lambda module, given, out, unit=units[following]: seen.append(runtime.pager.is_here(unit))
+            )
+        with torch.no_grad():
+            for step in range(3):
+                model(vectors(step, 0))
+        assert seen[5:] == [True] * 10
+
+
 def test_evaluation_sees_the_update_of_the_step_before(tmp_path: Path) -> None:
     plain = built(STACK)
     trained = torch.optim.AdamW(plain.parameters(), **hyper(STACK))

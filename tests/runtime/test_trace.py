@@ -52,6 +52,42 @@ def test_the_last_backward_is_known_by_its_step() -> None:
     assert not trace.in_last_backward()
 
 
+def test_evaluations_are_foretold_and_leave_no_mark() -> None:
+    trace, undisturbed = trained(micro_batches=2), trained(micro_batches=2)
+    for each in (trace, undisturbed):
+        each.begin_forward(training=True)
+        run(each, FORWARD)
+        run(each, BACKWARD, in_backward=True)
+        if each is trace:  # between two micro-batches
+            for _ in range(3):
+                each.begin_forward(training=False)
+                assert each.upcoming(2) == [0, 1]
+                run(each, FORWARD)
+                assert each.departures == 0
+        each.begin_forward(training=True)
+        assert each.upcoming(2) == [0, 1]
+        run(each, FORWARD)
+        run(each, BACKWARD, in_backward=True)
+        assert each.departures == 0
+        each.end_step()
+    assert trace._trace == undisturbed._trace
+
+
+def test_inference_alone_is_foretold_by_the_pass_before() -> None:
+    trace = AccessTrace()
+    for order in (FORWARD, FORWARD, [0, 2, 3]):
+        trace.begin_forward(training=False)
+        run(trace, order)
+    trace.begin_forward(training=False)
+    assert trace.upcoming(3) == [0, 2, 3]
+    trace.begin_forward(training=True)  # of which a first step learns nothing
+    run(trace, FORWARD)
+    run(trace, BACKWARD, in_backward=True)
+    trace.end_step()
+    assert trace.order() == FORWARD
+    assert len(trace._trace) == len(FORWARD) + len(BACKWARD) - 1
+
+
 def test_a_recording_without_steps_does_not_grow_for_ever() -> None:
     trace = AccessTrace()
     for _ in range((1 << 20) // 2 + 10):

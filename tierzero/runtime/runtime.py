@@ -179,6 +179,7 @@ class Runtime:
         if torch._C._current_graph_task_id() == -1:
             self.gradients.recover()
             self.timeline.close_backward()
+            self.pager.trace.begin_forward(torch.is_grad_enabled())
         if self._between_steps and torch.is_grad_enabled():
             # Bytes are counted from step to step, as the next one's reads begin early; time is the step's own.
             self._step_began, self._between_steps = self.counters(), False

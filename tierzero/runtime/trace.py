@@ -2,8 +2,9 @@
 
 A trace is cyclic: the last access of a step is followed by the first of the next, so prefetch runs across the step
 boundary. An access that is not where the trace says is looked up ahead of the cursor (a skipped or repeated unit, an
-evaluation between steps); either way the step being run is recorded, and becomes the trace at its end if it differs
-and is as much as a whole training step.
+evaluation of a part); either way the step being run is recorded, and becomes the trace at its end. A forward of the
+whole model without gradients is no part of a step: it follows the trace from its start and leaves no mark in it. Where
+nothing has been trained yet, the one before it is the trace.
 """
 
 from __future__ import annotations
@@ -23,9 +24,32 @@ class AccessTrace:
         """Accesses up to the last one that is not of a backward: in the trace, and in what is recorded."""
         self.departures = 0
         """Accesses of the current step that were not where the trace foretold them."""
+        self._trained = False
+        self._before_evaluation: tuple[int, int, int, int] | None = None
+        """Accesses, cursor and counts of the step within which an evaluation runs."""
+
+    def begin_forward(self, training: bool) -> None:
+        """A forward of the whole model begins, with gradients or without."""
+        self._leave_evaluation()
+        if not training:
+            ends = self._recorded_forward_ends
+            self._before_evaluation = (len(self._recording), self._cursor, ends, self.departures)
+            self._cursor = 0
+
+    def _leave_evaluation(self) -> None:
+        if self._before_evaluation is None:
+            return
+        accesses, self._cursor, forward_ends, self.departures = self._before_evaluation
+        if not self._trained and accesses == 0:
+            self._trace, self._forward_ends = self._recording[:], self._recorded_forward_ends
+        del self._recording[accesses:]
+        self._recorded_forward_ends = forward_ends
+        self._before_evaluation = None
 
     def access(self, unit: int, in_backward: bool = False) -> None:
         """Notes that ``unit`` is used now."""
+        if in_backward:
+            self._leave_evaluation()
         if self._recording and self._recording[-1] == unit:
             return
         if len(self._recording) < _LONGEST:
@@ -82,6 +106,8 @@ class AccessTrace:
 
     def end_step(self) -> None:
         """Closes a training step: what was recorded becomes the trace, and the cursor returns to its start."""
+        self._leave_evaluation()
+        self._trained = True
         if self._recording:
             self._trace, self._forward_ends = self._recording, self._recorded_forward_ends
         self._recording, self._cursor, self._recorded_forward_ends, self.departures = [], 0, 0, 0
