@@ -240,7 +240,7 @@ def paths(*, as_text: bool = False, what: str = "path") -> Rule:
 
     def parse(rule: Rule, value: Any, base: Path) -> list[Path] | list[str] | None:
         if value is None:
-            return None
+            return None if as_text else []
         given = value if isinstance(value, (list, tuple)) else [value]
         texts = [_path_text(item) for item in given]
         found = [absolute(text, base) for text in texts if text is not None]
