@@ -224,3 +224,41 @@ def test_init_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
             tz.shard(model, config(tmp_path), (Block,), init=init)
     with pytest.raises(tz.ConfigError, match=r"units: 3 is a int"):
         tz.shard(Stack(), config(tmp_path), [3])  # type: ignore[list-item]
+
+
+class Gains(nn.Module):
+    """Two gains that only the module around them knows the first values of."""
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.empty(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.gain
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Gains.Gain() for _ in range(2))
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.parts[1](self.parts[0](x)))
+
+
+def from_the_outside(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 1.0)
+        nn.init.constant_(module.bias, 1.0)
+    if isinstance(module, Gains):
+        for index, part in enumerate(module.parts):
+            nn.init.constant_(part.gain, 2.0 + index)
+        nn.init.constant_(module.linear.bias, 4.0)  # over what the linear layer gave itself
+
+
+@pytest.mark.parametrize("units", [("parts.*", "linear"), ("linear",)])
+def test_function_reaches_into_modules_of_other_units(units: tuple[str, ...], tmp_path: Path) -> None:
+    wanted = Gains().apply(from_the_outside).state_dict()
+    with sharded(empty(Gains), config(tmp_path), units, init=from_the_outside) as model:
+        state = tz.full_state_dict(model)
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted)

@@ -16,6 +16,7 @@ from tierzero.optim.formats import store_master
 from tierzero.runtime.access import persistent_buffers, sharded_model
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, Piece, SlotState, Tile, tile_pieces
+from tierzero.runtime.stored_names import Origins
 from tierzero.runtime.tile_io import OpenTile, Parts
 
 _PIECE = 1 << 20
@@ -27,7 +28,8 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, strict
     """Takes the weights of a sharded model, and those persistent buffers that are there, from the safetensors files in
     ``folder``; optimizer moments and step counts become zero. Every rank must call it, and reads its part.
 
-    Names are those of ``model.state_dict()``, for a tied parameter any of its names. Values take the model's dtypes,
+    Names are those of ``model.state_dict()``, for a tied parameter any of its names; of models of the transformers
+    library as `tierzero.shard` takes them. Values take the model's dtypes,
     the master the value in the file. Memory beside the tiers' own is a piece of a tensor. With ``strict`` a tensor that
     the model lacks is an error.
 
@@ -54,15 +56,28 @@ class _Fitting:
     def __init__(self, runtime: Runtime, model: nn.Module, folder: Path, strict: bool) -> None:
         self.source = SafetensorsSource(folder, _TASK)
         self._folder = folder
+        self._origins = Origins(model, self.source.entries, lambda name: self.source.entries[name].shape)
         self.name_of: dict[SlotState, str] = {slot: self._check_parameter(slot) for slot in runtime.slots()}
-        self.buffers = [(name, buffer) for name, buffer in persistent_buffers(model) if name in self.source.entries]
-        for name, buffer in self.buffers:
-            self._check(name, tuple(buffer.shape), buffer.dtype)
+        self.buffers: list[tuple[str, torch.Tensor]] = []
+        for name, buffer in persistent_buffers(model):
+            found = self._name((name,))
+            if found is not None:
+                self.buffers.append((found, buffer))
+                self._check(found, tuple(buffer.shape), buffer.dtype)
         if strict:
-            self._check_unknown(runtime, model)
+            self._check_unknown(model)
+
+    def _name(self, names: tuple[str, ...]) -> str | None:
+        origin = self._origins.of(names)
+        if origin is not None and origin.join is not None:
+            raise ConfigError(
+                f"{_TASK}: {self._folder} has {names[0]!r} in another form, as {origin.names[0]!r} and alike; give the "
+                "folder as init to tierzero.shard, which converts them"
+            )
+        return None if origin is None else origin.names[0]
 
     def _check_parameter(self, slot: SlotState) -> str:
-        name = next((name for name in slot.slot.names if name in self.source.entries), None)
+        name = self._name(slot.slot.names)
         if name is None:
             raise ConfigError(f"{_TASK}: {self._folder} has no tensor {slot.name!r}; it must hold every parameter")
         self._check(name, tuple(slot.slot.shape), slot.group.layout.dtype)
@@ -72,11 +87,16 @@ class _Fitting:
         entry = self.source.entries[name]
         if entry.shape != shape:
             raise ConfigError(f"{_TASK}: {name!r} in {entry.path} has shape {entry.shape}, the model's has {shape}")
-        if entry.dtype.is_floating_point != dtype.is_floating_point:
-            raise ConfigError(f"{_TASK}: {name!r} in {entry.path} is {entry.dtype}, the model's is {dtype}")
+        if (entry.dtype.is_floating_point and entry.dtype.itemsize > 1) != dtype.is_floating_point:
+            raise ConfigError(
+                f"{_TASK}: {name!r} in {entry.path} is {entry.dtype}, the model's is {dtype}; weights in a quantized "
+                "form are not unpacked, store them as bf16, fp16 or fp32"
+            )
 
-    def _check_unknown(self, runtime: Runtime, model: nn.Module) -> None:
-        known = {name for slot in runtime.slots() for name in slot.slot.names}
+    def _check_unknown(self, model: nn.Module) -> None:
+        """Beside the tensors in use, the other names of tied ones and buffers that are not loaded may be there."""
+        known = {*self.name_of.values(), *[name for name, _ in self.buffers]}
+        known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
         unknown = [name for name in self.source.entries if name not in known]
         if unknown:

@@ -20,7 +20,7 @@ from typing import Self
 import torch
 
 from tierzero.errors import CheckpointError, ConfigError
-from tierzero.runtime.fill import SafetensorsFolder
+from tierzero.runtime.safetensors_folder import SafetensorsFolder
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

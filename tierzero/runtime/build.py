@@ -25,8 +25,9 @@ from tierzero.runtime.budgets import Share, agreed, budgets_here
 from tierzero.runtime.contents import parameters_in, state_in
 from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.draft import DTYPES, Draft, draft
-from tierzero.runtime.fill import Init, SafetensorsFolder, check_fillable, fill_unit, take_values
+from tierzero.runtime.fill import Init, check_fillable, fill, take_values
 from tierzero.runtime.forward import Recompute, install_forward, recomputed_alone
+from tierzero.runtime.own_values import check_buffers
 from tierzero.runtime.refusals import install_refusals
 from tierzero.runtime.runtime import Machinery, Runtime
 from tierzero.runtime.sealing import LastingFiles
@@ -262,15 +263,11 @@ def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:
             warm_up_gradients(group.grad_dtype, group.layout.dtype)
     sealer = runtime.sealer
     if sealer is not None and sealer.found is not None:
+        check_buffers(model)
         sealer.begin()
-        for unit in runtime.units:
-            take_values(unit)
+        take_values(runtime)
         return
-    folder = SafetensorsFolder(Path(init)) if isinstance(init, str | Path) else None
-    for unit in runtime.units:
-        fill_unit(runtime, unit, init, folder)
-    if folder is not None:
-        folder.load_buffers(model)
+    fill(runtime, model, init)
     if sealer is not None:
         sealer.begin()
 
