@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ..support.ranks import ROOT
 
 
@@ -23,4 +25,6 @@ def test_peak_rss_stays_under_baseline_and_budgets(tmp_path: Path) -> None:
     assert found["trained"] < found["baseline"] + budgets
     assert found["filled"] < found["baseline"] + budgets
     assert all(peak <= capacity for peak, capacity in found["pools"].values())
+    planned = sum(peak for peak, _ in found["pools"].values())
+    assert found["trained"] - found["baseline"] == pytest.approx(planned, rel=0.25)
     assert len(found["losses"]) == 3

@@ -7,7 +7,6 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -16,6 +15,7 @@ from tierzero.errors import ConfigError
 from tierzero.planner.shape import Budgets
 from tierzero.runtime.device import Device, choose_device
 from tierzero.sharding.collectives import World
+from tierzero.tiers.free_memory import available_bytes
 
 _FREE_SHARE = 0.8
 """Of the free memory, what an unstated budget may take: the rest is for activations and the system."""
@@ -85,7 +85,7 @@ def budgets_here(config: Config, local_size: int, device: Device | None = None) 
     """Of each of ``local_size`` ranks on this machine, from the memory that is free now."""
     tiers = config.tiers
     device = device or choose_device(0)
-    available = int(psutil.virtual_memory().available) // local_size
+    available = available_bytes(local_size)
     host_free = int(available * _FREE_SHARE)
     device_free = host_free
     if not device.is_host:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, get_args
 
-import psutil
 import torch
 
 from tierzero.errors import BudgetError, ConfigError, TierError
 from tierzero.runtime.parked import FileCopies, HostCopies, To
 from tierzero.tiers import StoredObject, Tier
+from tierzero.tiers.free_memory import available_bytes
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -139,7 +139,7 @@ def _copies(runtime: Runtime, to: To, objects: list[StoredObject]) -> FileCopies
         return FileCopies(runtime.store, runtime.device, objects)
     copies = HostCopies(runtime.device, objects)
     used = runtime.pools["host"].used
-    limit = runtime.host_limit if runtime.host_limit is not None else used + psutil.virtual_memory().available
+    limit = runtime.host_limit if runtime.host_limit is not None else used + available_bytes()
     if used + copies.nbytes > limit:
         missing = used + copies.nbytes - limit
         raise BudgetError(

@@ -8,10 +8,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 import tierzero as tz
+from tierzero.tiers.free_memory import total_bytes
 
 from ..activations.segments import segment_length
 from ..config import Config
@@ -271,7 +271,7 @@ def default_plan(planner: Planner) -> Plan | None:
 
 def _machine_here() -> MachineProfile:
     """Its memory and cores are this one's, its rates are not."""
-    cores, memory = os.cpu_count() or 1, int(psutil.virtual_memory().total)
+    cores, memory = os.cpu_count() or 1, total_bytes()
     if not torch.cuda.is_available():
         return generic_machine(cores, memory)
     return generic_machine(cores, memory, torch.cuda.mem_get_info(0)[1], torch.cuda.device_count())
@@ -285,6 +285,6 @@ def site_of(profile: str | None, ranks: int | None, nodes: int) -> Site:
 
 def _is_this_one(machine: MachineProfile) -> bool:
     """By its memory and whether it has a GPU."""
-    memory = int(psutil.virtual_memory().total)
+    memory = total_bytes()
     alike: bool = abs(machine.host.memory_bytes - memory) < 0.05 * memory
     return alike and (machine.device is not None) is torch.cuda.is_available()

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from tierzero.optim.formats import state_format
@@ -15,6 +14,7 @@ from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
 from tierzero.profiling.adam_bench import Tiles, in_shares
 from tierzero.profiling.bench.timing import Progress, Spread, rate
+from tierzero.tiers.free_memory import available_bytes
 
 BYTES = 14
 """Of a parameter: weight, remainder, two moments, gradient."""
@@ -57,7 +57,7 @@ def thread_counts(cores: int) -> list[int]:
 def measure(cores: int, seconds: float, progress: Progress) -> AdamReport:
     """Rates with 1 to ``cores`` threads within about ``seconds``."""
     counts = thread_counts(cores)
-    room = int(psutil.virtual_memory().available) // (4 * BYTES)
+    room = available_bytes() // (4 * BYTES)
     numel = max(1 << 20, min(_MOST, room, int(seconds * _PER_SECOND)))
     tile = max(1 << 14, min(_TILE, numel // (4 * cores)))
     progress("state", 0.0)

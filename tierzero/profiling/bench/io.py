@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from tierzero.errors import BudgetError, ConfigError
 from tierzero.profiling.bench import fio, suspicion
@@ -18,6 +17,7 @@ from tierzero.profiling.bench.requests import OPS, MeasuredFile, Op, Point, Slic
 from tierzero.profiling.bench.suspicion import Reread
 from tierzero.profiling.bench.timing import Progress, Spread
 from tierzero.tiers import PAGE
+from tierzero.tiers.free_memory import available_bytes
 
 BLOCKS = (256 << 10, 1 << 20, 8 << 20)
 DEPTHS = (1, 8, 16)
@@ -55,7 +55,7 @@ class IoPlan:
                 f"bench io: --size is {self.nbytes:,} bytes, less than what the largest block and depth keep in flight "
                 f"({in_flight:,}); raise it, or lower --blocks or --depths"
             )
-        available = int(psutil.virtual_memory().available)
+        available = available_bytes()
         if in_flight > available // 2:
             raise BudgetError(
                 f"bench io: the largest block and depth take {in_flight:,} bytes of memory, more than half of the "

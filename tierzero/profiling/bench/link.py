@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from tierzero.profiling.bench.timing import Progress, Spread, rate
 from tierzero.runtime.device import CudaDevice
+from tierzero.tiers.free_memory import available_bytes
 
 _MOST = 256 << 20
 """Bytes of a tensor: larger than the caches."""
@@ -52,7 +52,7 @@ class LinkReport:
 
 def measure(seconds: float, progress: Progress) -> LinkReport:
     """Within about ``seconds``; the host's copy with PyTorch's threads as they are set now."""
-    available = int(psutil.virtual_memory().available)
+    available = available_bytes()
     nbytes = max(1 << 20, min(_MOST, available // 8, int(seconds * (256 << 20)))) // 4096 * 4096
     has_device = torch.cuda.is_available()
     progress("host memory", 0.0)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from tierzero.tiers.free_memory import total_bytes
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _VIRTUAL_MODELS = ("qemu", "virtual", "vmware", "msft", "google", "amazon", "persistentdisk")
@@ -46,7 +46,7 @@ def cpu_model(cpuinfo: str | None = None) -> str:
 
 
 def memory_bytes() -> int:
-    return int(psutil.virtual_memory().total)
+    return total_bytes()
 
 
 def cores() -> int:
