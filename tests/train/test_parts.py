@@ -29,7 +29,7 @@ from tierzero.training.checkpoints import (
 from tierzero.training.memory import peak_rss_bytes, rss_bytes
 from tierzero.training.metrics import Measured, MetricsFile, Record, check_writable, combine
 from tierzero.training.progress import Lines, describe
-from tierzero.training.ranks import Ranks, core_share, micro_batches
+from tierzero.training.ranks import Ranks, asked_threads, core_share, micro_batches
 from tierzero.training.schedule import lr_factor, scheduler_at
 from tierzero.training.stopping import Stopped, StopSignals
 from tierzero.training.summary import Totals, shown_text, summarise
@@ -345,6 +345,14 @@ def test_ranks_of_a_node_get_cores_of_their_own() -> None:
         assert sorted(core for share in shares for core in share) == list(range(cores))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert core_share([3], 1, 2) == []
+
+
+def test_threads_are_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, ranks, threads in (("3", 1, 3), ("3", 4, 3), ("1", 1, 1), ("1", 2, None), ("4,2", 1, 4), ("", 1, None)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert asked_threads(ranks) == threads, (said, ranks)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert asked_threads(1) is None
 
 
 def test_numbers_for_people() -> None:

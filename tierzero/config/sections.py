@@ -122,7 +122,7 @@ class TrainSection(Section):
         200, "Length of the sample that the model writes at the end; 0 writes none."
     )
     threads: Annotated[int | None, or_auto(whole(1, 4096))] = key(
-        None, 'PyTorch threads per rank. "auto": the machine\'s cores divided among its ranks.'
+        None, 'PyTorch threads per rank. "auto": OMP_NUM_THREADS, or the machine\'s cores divided among its ranks.'
     )
 
 

@@ -111,12 +111,20 @@ def from_first(value: str | None, device: torch.device) -> str | None:
 
 
 def set_threads(config: Config, ranks: Ranks) -> None:
-    """Binds the ranks of a node to cores of their own, and sets PyTorch's threads: as configured, else one per core.
-    After `join`, before any thread is started: threads inherit the cores.
+    """Binds the ranks of a node to cores of their own, and sets PyTorch's threads: as configured, else as
+    OMP_NUM_THREADS says, else one per core. After `join`, before any thread is started: threads inherit the cores.
     """
     sharers = 1 if bind_cores(ranks) else ranks.local_world_size
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.train.threads or max(1, cores // sharers))
+    torch.set_num_threads(config.train.threads or asked_threads(ranks.local_world_size) or max(1, cores // sharers))
+
+
+def asked_threads(local_world_size: int) -> int | None:
+    """OMP_NUM_THREADS, but for the 1 that torchrun sets for several ranks where nobody has said anything."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # of nested levels, the outermost
+    if not asked.isdecimal() or (asked == "1" and local_world_size > 1):
+        return None
+    return int(asked) or None
 
 
 def bind_cores(ranks: Ranks) -> bool:
