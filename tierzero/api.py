@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -55,17 +56,19 @@ def shard(
     return model
 
 
-def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(model: nn.Module, rank0_only: bool = False, only: Sequence[str] = ()) -> dict[str, torch.Tensor]:
     """All parameters and persistent buffers, whole, in host memory, under the model's own names. Every rank must call
     it.
 
     Weights are gathered one unit at a time; the result as a whole must fit in memory (what `save_checkpoint`
     writes need not). With ``rank0_only`` the other ranks get an empty dict. Tied parameters share one
-    tensor.
+    tensor. ``only``: patterns of the names to give, such as ``["*.lora_*"]``, for which no other unit is gathered;
+    empty for all.
     """
     runtime = runtime_of(model)
     runtime.require_open()
     named = [(name, slot_required(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    named = [(name, slot) for name, slot in named if _wanted(name, only)]
     others = [name for name, slot in named if slot.owner is not runtime]
     if others:
         raise ConfigError(
@@ -76,16 +79,24 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False) -> dict[str, tor
         runtime.collectives.barrier()  # the gathers that follow might fit those of a rank that trains on
     keep = not rank0_only or runtime.world.rank == 0
     by_slot: dict[SlotState, torch.Tensor] = {}
+    wanted = {slot for _, slot in named}
     for unit in runtime.units:
+        if wanted.isdisjoint(unit.all_slots()):
+            continue
         for gathered_group in runtime.pager.demand(unit, in_order=False):
-            for slot in gathered_group.group.slots if keep else ():
+            for slot in wanted.intersection(gathered_group.group.slots) if keep else ():
                 by_slot[slot] = gathered_group.parameter_values(slot.slot).detach().clone().cpu()
     if not keep:
         return {}
     state = {name: by_slot[slot] for name, slot in named}
     for name, buffer in persistent_buffers(model):
-        state[name] = buffer.detach().cpu().clone()
+        if _wanted(name, only):
+            state[name] = buffer.detach().cpu().clone()
     return state
+
+
+def _wanted(name: str, only: Sequence[str]) -> bool:
+    return not only or any(fnmatchcase(name, pattern) for pattern in only)
 
 
 def stats(model: nn.Module) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from typing import Any, Literal, cast, get_args, overload
 import torch
 from torch import nn
 
-from tierzero.errors import ConfigError
+from tierzero.errors import BudgetError, ConfigError
 from tierzero.runtime.access import StateKind, local_range, read_states, state_dtype, write_states
 from tierzero.runtime.runtime import Runtime
 from tierzero.runtime.state import SlotState, slot_required
+from tierzero.tiers.free_memory import available_bytes
 
+_WORTH_ASKING = 64 * 2**20
 Kind = StateKind | Literal["step"]
 """What the functions here name: arrays of the state, and the count of a parameter's updates."""
 
@@ -32,6 +34,7 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None
     if isinstance(parameters, nn.Module):
         raise ConfigError("gathered: takes parameters, a few at a time, not a module; such as module.weight")
     slots = list(dict.fromkeys(_slots(parameters)))
+    _check_room(slots)
     opened: list[SlotState] = []
     try:
         for slot in slots:
@@ -45,6 +48,18 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None
         yield
     finally:
         _write_back(opened)
+
+
+def _check_room(slots: list[SlotState]) -> None:
+    """Raises BudgetError where the copies would be more than what is free. Of little memory the system is not asked."""
+    nbytes = sum(slot.slot.numel * slot.group.layout.dtype.itemsize for slot in slots if slot.is_away)
+    free = available_bytes() if nbytes > _WORTH_ASKING else nbytes
+    if nbytes > free:
+        raise BudgetError(
+            f"gathered: the full values take {nbytes:,} bytes, more than the {free:,} of host memory that are free; "
+            "enter with fewer parameters at a time",
+            nbytes - free,
+        )
 
 
 def _write_back(slots: list[SlotState]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tierzero as tz
+from tierzero.api import running
 from tierzero.runtime import stats as stats_module
 from tierzero.runtime.stats import RoomClock, Stalls
 
@@ -73,3 +74,25 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path, overlap: str) -> None:
             assert parts == pytest.approx(found["step_s"], rel=1e-9)
             assert found["compute_s"] > 0
             tz.full_state_dict(model)  # waiting between steps belongs to none
+
+
+def _of_the_system() -> tuple[int, int]:
+    """Bytes that this process has read and written, by its system calls."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"]), int(lines["wchar"])
+
+
+@pytest.mark.parametrize("tier", ["nvme", {"host": 0.5, "nvme": 0.5}], ids=str)
+def test_traffic_is_what_the_system_counts(tmp_path: Path, tier: object) -> None:
+    with sharded(built(STACK), config(tmp_path, tier), STACK.units) as model:
+        optimizer, runtime = tz.AdamW(model.parameters(), **hyper(STACK)), running(model)
+        found = []
+        for step in range(3):
+            runtime.flush()
+            found.append((_of_the_system(), runtime.counters()))
+            regression(model, step, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (before, first), (after, last) = found[1], found[2]
+        assert last.nvme_read_bytes - first.nvme_read_bytes == pytest.approx(after[0] - before[0], rel=0.05)
+        assert last.nvme_write_bytes - first.nvme_write_bytes == pytest.approx(after[1] - before[1], rel=0.05)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tierzero.checkpoint.output import (
@@ -37,6 +38,7 @@ def export_safetensors(
     *,
     dtype: str | None = None,
     max_file_bytes: int = 5_000_000_000,
+    only: Sequence[str] = (),
     progress: ByteProgress | None = None,
 ) -> None:
     """Writes the weights and persistent buffers of a checkpoint to the folder ``out``: as ``model.safetensors`` or,
@@ -44,7 +46,8 @@ def export_safetensors(
 
     Names are the model's own, a tied parameter's the canonical one. ``dtype`` None keeps that of each weight; "fp32"
     gives the exact fp32 master, "bf16" and "fp16" are rounded from it where the weight is not of that dtype already.
-    Buffers keep theirs. Memory is a few extents, and every checksum is verified. A file gets its name when it is
+    Buffers keep theirs. ``only``: patterns of the names to write, such as ``["*.lora_*"]``; empty for all. Memory is a
+    few extents, and every checksum is verified. A file gets its name when it is
     complete, and holds the identity of the checkpoint: a call after an interruption goes on with the missing ones.
 
     Raises ConfigError, before anything is written, for a bad argument, other content in ``out`` or too little space
@@ -54,14 +57,15 @@ def export_safetensors(
     if max_file_bytes < 1:
         raise ConfigError(f"max_file_bytes is {max_file_bytes}; it must be at least 1")
     with CheckpointTensors(checkpoint, dtype) as source, failures_named(target):
-        plan = _plan(source, dtype, max_file_bytes)
+        tensors = _selected(source.tensors, only)
+        plan = _plan(source, tensors, dtype, max_file_bytes)
         _check_content(target, plan)
         missing = [file for file in plan.files if not (target / file.name).exists()]
         check_space(target, sum(file.nbytes for file in missing))
         target.mkdir(parents=True, exist_ok=True)
         for name in (*(file.name for file in plan.files), INDEX):
             partial_of(target / name).unlink(missing_ok=True)
-        total = sum(tensor.nbytes for tensor in source.tensors)
+        total = sum(tensor.nbytes for tensor in tensors)
         done = total - sum(file.data_nbytes for file in missing)
         for file in missing:
             for nbytes in _write(target / file.name, file, source):
@@ -95,10 +99,17 @@ class _Plan:
     """Contents of the index; None where one file holds it all."""
 
 
-def _plan(source: CheckpointTensors, dtype: str | None, most: int) -> _Plan:
+def _selected(tensors: list[ExportTensor], only: Sequence[str]) -> list[ExportTensor]:
+    for pattern in only:
+        if not any(fnmatchcase(tensor.name, pattern) for tensor in tensors):
+            raise ConfigError(f"export: no tensor of the checkpoint matches {pattern!r}; `tierzero inspect` lists them")
+    return [tensor for tensor in tensors if not only or any(fnmatchcase(tensor.name, pattern) for pattern in only)]
+
+
+def _plan(source: CheckpointTensors, tensors: list[ExportTensor], dtype: str | None, most: int) -> _Plan:
     # Equal headers mean equal data: the identity stands for the checkpoint's contents.
     metadata = {"format": "pt", "tierzero.checkpoint": source.identity, "tierzero.dtype": dtype or "stored"}
-    groups = _divided(source.tensors, most)
+    groups = _divided(tensors, most)
     files = []
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"

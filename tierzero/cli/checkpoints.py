@@ -91,6 +91,9 @@ def export(
     max_file: Annotated[
         int | None, typer.Option(parser=size, metavar="SIZE", help="Most bytes of one safetensors file; 5GB.")
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="PATTERN", help="Tensors to write, such as '*.lora_*'.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint's weights for other programs. A safetensors export that was interrupted goes on."""
@@ -100,14 +103,15 @@ def export(
 
         if form not in ("safetensors", "dcp"):
             raise ConfigError(f"export: --format is {form!r}; use safetensors or dcp")
-        if form == "dcp" and max_file is not None:
-            raise ConfigError("export: --max-file is for --format safetensors")
+        for option, value in (("--max-file", max_file), ("--only", only)):
+            if form == "dcp" and value is not None:
+                raise ConfigError(f"export: {option} is for --format safetensors")
         with _progress("exporting") as progress:
             if form == "dcp":
                 export_dcp(checkpoint, out, dtype=dtype, progress=progress)
             else:
                 limit = {} if max_file is None else {"max_file_bytes": max_file}
-                export_safetensors(checkpoint, out, dtype=dtype, progress=progress, **limit)
+                export_safetensors(checkpoint, out, dtype=dtype, only=only or (), progress=progress, **limit)
         _say_written(out, {"format": form, "dtype": dtype}, as_json)
 
 
