@@ -115,6 +115,11 @@ def check_parameters(runtime: Runtime, manifest: Mapping[str, Any], folder: Path
             raise CheckpointError(
                 f"{folder}: parameter {name!r} is {record['dtype']}, the model's is {dtype}; set train.precision alike"
             )
+        if slot.group.layout.trainable and not record["trainable"]:
+            raise CheckpointError(
+                f"{folder}: parameter {name!r} was frozen when it was saved, and has no optimizer state there; freeze "
+                "it, or begin from the weights alone: tierzero.export_safetensors, then init=<its folder>"
+            )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[str, Any], folder: Path) -> None:
@@ -123,11 +128,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, manifest: Mapping[s
     if optimizer is None or groups is None:
         return
     names = _group_names(optimizer)
-    if names != [group["parameters"] for group in groups]:
-        sizes = ([len(group) for group in names], [len(group["parameters"]) for group in groups])
+    saved = [group["parameters"] for group in groups]
+    if names != saved:
+        sizes = ([len(group) for group in saved], [len(group) for group in names])
+        others = sorted(set().union(*names) ^ set().union(*saved))
         raise CheckpointError(
-            f"{folder}: its optimizer has param groups of {sizes[1]} parameters, this one of {sizes[0]}, or with other "
-            f"members"
+            f"{folder}: its optimizer has param groups of {sizes[0]} parameters, this one of {sizes[1]}"
+            + (f"; {others[0]!r} is in one of them only" if others else ", of other members")
+            + "; group them alike, or give no optimizer, whose hyperparameters then stay as they are"
         )
 
 

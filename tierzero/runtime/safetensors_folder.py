@@ -60,6 +60,9 @@ class SafetensorsFolder:
             raise ConfigError(f"init: {missing[0]} is missing; {index.name} names it")
         return found
 
+    def holds(self, name: str) -> bool:
+        return name in self._file_of
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._described(name)[0]
 
