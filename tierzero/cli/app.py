@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, checkpoints, import_config, plan, report, tune
+from . import bench, check, checkpoints, import_config, plan, report, tune
 from .failures import reported, usage_errors
 from .values import size
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench.add_to(app)
+check.add_to(app)
 checkpoints.add_to(app)
 import_config.add_to(app)
 plan.add_to(app)
