@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -60,6 +60,16 @@ class StateFormat:
         """
         return max(segment.per for segment in self.optimizer)
 
+    @property
+    def is_averaged(self) -> bool:
+        """The average of the weights is kept, as the last segment; see `tierzero.optim.average`."""
+        return self.optimizer[-1] == AVERAGE
+
+    @functools.cached_property
+    def updated(self) -> tuple[Segment, ...]:
+        """The optimizer segments that the Adam update reads and writes."""
+        return self.optimizer[:-1] if self.is_averaged else self.optimizer
+
     def optimizer_bytes(self, elements: int) -> int:
         """Bytes of all optimizer segments of ``elements`` together (the weight is not among them)."""
         return sum(segment.nbytes(elements) for segment in self.optimizer)
@@ -81,6 +91,7 @@ class StateFormat:
         }
 
 
+AVERAGE = Segment("ema", torch.float32)
 _MASTERS: dict[torch.dtype, tuple[str, tuple[Segment, ...]]] = {
     # The master is split: the bf16 weight is its upper half, rounded to nearest, and lo the signed rest.
     torch.bfloat16: ("bf16", (Segment("lo", torch.int16),)),
@@ -105,6 +116,12 @@ def state_format(dtype: torch.dtype, moments: Moments = "fp32") -> StateFormat:
         )
     name, master = found
     return StateFormat(name, dtype, (*master, *_MOMENTS[moments]), moments)
+
+
+@functools.cache
+def with_average(fmt: StateFormat) -> StateFormat:
+    """The format with the average of the weights as one more segment."""
+    return replace(fmt, optimizer=(*fmt.optimizer, AVERAGE))
 
 
 def check_state(
@@ -155,7 +172,7 @@ def load_master(fmt: StateFormat, weight: torch.Tensor, parts: Mapping[str, torc
     ``weight`` is 1-D of ``fmt.weight_dtype``; ``parts`` holds at least the segments that the master needs (bf16:
     ``lo``, fp16: ``master``). Exact. Raises ``ValueError`` for tensors that do not fit the format.
     """
-    needed = _master_segments(fmt)
+    needed = master_segments(fmt)
     check_state(fmt, weight, parts, needed)
     if not needed:
         return weight.detach().clone()
@@ -177,7 +194,7 @@ def store_master(
     Exact but for NaN, which stays a NaN of its sign in a split master. Moments are left as they are. Raises
     ``ValueError`` for tensors that do not fit the format.
     """
-    needed = _master_segments(fmt)
+    needed = master_segments(fmt)
     check_state(fmt, weight, parts, needed)
     check_vector("master", master, torch.float32, weight.numel())
     weight, master = weight.detach(), master.detach()
@@ -191,5 +208,6 @@ def store_master(
         parts["master"].copy_(master)
 
 
-def _master_segments(fmt: StateFormat) -> tuple[str, ...]:
+def master_segments(fmt: StateFormat) -> tuple[str, ...]:
+    """Names of the segments that the master is made of, beside the weight or (fp16) in its place."""
     return tuple(segment.name for segment in fmt.optimizer if segment.name in ("lo", "master"))

@@ -34,8 +34,9 @@ def update(
     """Update ``weight`` and the segments ``parts`` in place; bit for bit what ``reference.update_reference`` does.
 
     All tensors are contiguous, 1-D, of one length and in host memory, and do not overlap; zero elements and any
-    alignment are fine. ``weight`` is of ``fmt.weight_dtype``, ``parts`` has the format's segments by name, ``grad`` is
-    bf16, fp16 or fp32 and is left as it is. ``grad_scale`` is rounded to fp32 and multiplied to each gradient first:
+    alignment are fine. ``weight`` is of ``fmt.weight_dtype``, ``parts`` has the segments ``fmt.updated`` by name,
+    ``grad`` is bf16, fp16 or fp32 and is left as it is. ``grad_scale`` is rounded to fp32 and multiplied to each
+    gradient first:
     unscaling, averaging and clipping in one factor. Runs on the calling thread without the GIL; threads may update
     disjoint slices at the same time.
 
@@ -58,7 +59,7 @@ def _checked(
     One look at each, what is wrong is found out after: an update of a tile takes a few hundred microseconds, and this
     code has fallen out of the caches since the last one.
     """
-    segments = fmt.optimizer
+    segments = fmt.updated
     try:
         tensors = [weight, *[parts[segment.name] for segment in segments], grad]
     except KeyError:
@@ -76,7 +77,7 @@ def _checked(
 
 
 def _refuse(fmt: StateFormat, weight: torch.Tensor, parts: Mapping[str, torch.Tensor], grad: torch.Tensor) -> NoReturn:
-    check_state(fmt, weight, parts, tuple(segment.name for segment in fmt.optimizer))
+    check_state(fmt, weight, parts, tuple(segment.name for segment in fmt.updated))
     check_vector("grad", grad, grad.dtype, weight.numel())
     for name, tensor in (("weight", weight), ("grad", grad), *parts.items()):
         if not tensor.is_cpu:
@@ -103,7 +104,7 @@ def warm_up(fmt: StateFormat, grad_dtype: torch.dtype, hyper: AdamHyper | None =
     from tierzero.optim import jit, loops
     from tierzero.optim.loops import Masks
 
-    dtypes = (fmt.weight_dtype, *(segment.dtype for segment in fmt.optimizer), grad_dtype)
+    dtypes = (fmt.weight_dtype, *(segment.dtype for segment in fmt.updated), grad_dtype)
     arrays = (jit.array_type(raw(torch.empty(0, dtype=dtype)).dtype) for dtype in dtypes)
     masks = types.none if usual else jit.tuple_type(Masks, np.uint32)
     loop = getattr(loops, f"adam_{fmt.name}")

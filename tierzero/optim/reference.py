@@ -28,7 +28,7 @@ def update_reference(
     A NaN is a NaN in both implementations, but its payload is not specified. Raises ``ValueError`` for tensors that do
     not fit.
     """
-    check_state(fmt, weight, parts, tuple(segment.name for segment in fmt.optimizer))
+    check_state(fmt, weight, parts, tuple(segment.name for segment in fmt.updated))
     check_vector("grad", grad, grad.dtype, weight.numel())
     scalars = hyper.scalars()
     scale = float(torch.tensor(grad_scale, dtype=torch.float32))
