@@ -157,7 +157,9 @@ class PlacementSection(Section):
     frozen: Annotated[Placement | Literal["params"], either(choice("params"), placement())] = key(
         "params", 'Of these the ones that are not trained, which are only read. "params": as `params` says.'
     )
-    optimizer: Annotated[Placement, placement()] = key("auto", "Master weights (or their remainder) and moments.")
+    optimizer: Annotated[Placement, placement()] = key(
+        "auto", "Master weights (or their remainder), moments and averages."
+    )
     gradients: Annotated[Placement, placement()] = key("auto", "Gradient shards between backward and update.")
     activations: Annotated[Placement, placement(("device",))] = key("auto", "Tensors saved for the backward.")
     order: Annotated[list[str], order_of(("params", "gradients", "optimizer"))] = key(
@@ -208,6 +210,11 @@ class OptimizerSection(Section):
     overlap: Annotated[Literal["forward", "backward", "none"], choice("forward", "backward", "none")] = key(
         "forward",
         "What the update runs beside: the next forward, the backward (needs train.grad_clip = 0), or nothing.",
+    )
+    ema: Annotated[float, real(0, 1, below=True)] = key(
+        0.0,
+        "Decay of an exponential moving average of the weights that is kept beside them, 4 bytes per parameter: after "
+        "each update ema = ema + (1 - decay) * (weight - ema). 0: none.",
     )
     state_dtype: Annotated[Literal["fp32"], choice("fp32")] = key("fp32", "Type of the moments.")
 

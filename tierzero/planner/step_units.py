@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from tierzero.planner.shape import GroupShape, MemoryPlan, ModelShape, TileHomes
 from tierzero.tiers import Tier, page_round
 
+_AVERAGED_COST = 1 + 12 / 26
+"""An update with an average goes through 12 bytes of memory per element after the update's own 26."""
 MOST_TILES = 1000
 """Of a simulated step. A larger model's are taken several as one."""
 
 
 @dataclass(frozen=True)
 class TileWork:
-    """One tile: ``elements`` to update and the bytes on nvme of each kind of its state; ``copied``: weights that a
-    fetch copies from memory; ``staged``: bytes of staging while it is updated.
+    """One tile: ``elements`` to update (more where averages move with them) and the bytes on nvme of each kind of its
+    state; ``copied``: weights that a fetch copies from memory; ``staged``: bytes of staging while it is updated.
     """
 
     elements: int
@@ -83,7 +85,7 @@ def _tiles(
         addressable = (Tier.HOST, Tier.DEVICE) if device_is_host else (Tier.HOST,)
         found.append(
             TileWork(
-                span.numel,
+                round(span.numel * _update_cost(group)),
                 on_nvme["weight"],
                 on_nvme["optimizer"],
                 on_nvme["gradient"],
@@ -93,6 +95,11 @@ def _tiles(
             )
         )
     return found
+
+
+def _update_cost(group: GroupShape) -> float:
+    """Of an element, in those of a plain update."""
+    return _AVERAGED_COST if group.fmt is not None and group.fmt.is_averaged else 1.0
 
 
 def _merged(tiles: Sequence[TileWork], count: int) -> list[TileWork]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tierzero.activations.segments import Segments, segment_length
 from tierzero.config import Config
 from tierzero.errors import ConfigError
+from tierzero.optim.average import warm_up as warm_up_average
 from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
 from tierzero.planner.memory_plan import plan_memory
@@ -187,6 +188,7 @@ def _assemble(
         drafted.kept,
         lasting,
         budgets.host,
+        config.optimizer.ema,
     )
 
 
@@ -260,6 +262,8 @@ def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:
     for group in runtime.groups():
         if group.fmt is not None:
             warm_up(group.fmt, group.grad_dtype)
+            if group.fmt.is_averaged:
+                warm_up_average(group.fmt)
             warm_up_gradients(group.grad_dtype, group.layout.dtype)
     sealer = runtime.sealer
     if sealer is not None and sealer.found is not None:

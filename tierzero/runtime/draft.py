@@ -10,7 +10,7 @@ from torch import nn
 from tierzero.activations.segments import segment_length
 from tierzero.config import Config
 from tierzero.errors import ConfigError
-from tierzero.optim.formats import StateFormat, state_format
+from tierzero.optim.formats import StateFormat, state_format, with_average
 from tierzero.planner.shape import GroupShape, ModelShape, PlanRequest
 from tierzero.sharding.layout import FlatLayout, flat_layout
 from tierzero.sharding.stages import STAGES, Stage
@@ -136,6 +136,8 @@ def _draft_groups(specs: list[UnitSpec], convert: torch.dtype | None, config: Co
             layout = flat_layout(dtype, trainable, [(names, parameter.shape) for names, parameter in named], parts)
             grad_dtype = dtype if config.train.grad_dtype == "auto" else DTYPES[config.train.grad_dtype]
             fmt = state_format(dtype) if trainable else None
+            if fmt is not None and config.optimizer.ema:
+                fmt = with_average(fmt)
             members_of = tuple(parameter for _, parameter in named)
             drafts.append(GroupDraft(index, layout, fmt, grad_dtype, members_of))
     return drafts

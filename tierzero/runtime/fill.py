@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tierzero.errors import ConfigError
+from tierzero.optim.average import begin_average
 from tierzero.optim.formats import store_master
 from tierzero.runtime.own_values import EmptyBuffers, Filler, check_resets, empty_again, fill_empty
 from tierzero.runtime.safetensors_folder import ModelValues
@@ -127,4 +128,6 @@ def _write_values(
         if group.fmt is None:
             opened.weight[inside].copy_(given)
         else:
-            store_master(group.fmt, given.float().contiguous(), opened.weight[inside], opened.cut(inside))
+            parts = opened.cut(inside)
+            store_master(group.fmt, given.float().contiguous(), opened.weight[inside], parts)
+            begin_average(group.fmt, opened.weight[inside], parts)

@@ -68,6 +68,8 @@ class Machinery:
     lasting: LastingFiles | None = None
     host_limit: int | None = None
     """The budget of this rank's host memory, in bytes, if there is one."""
+    ema: float = 0.0
+    """Decay of the averages of the weights."""
 
 
 class Runtime:
@@ -84,7 +86,9 @@ class Runtime:
         self.timeline = Timeline()
         self.stalls = Stalls(self.timeline)
         self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device, self.timeline)
-        self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device, parts.plan.staging_tile)
+        self.updater = Updater(
+            parts.engine, parts.store, self.tile_io, parts.device, parts.plan.staging_tile, parts.ema
+        )
         self.host_limit = parts.host_limit
         self.offloading = Offloading()
         self.pager = Pager(
@@ -243,6 +247,7 @@ class Runtime:
         Returns False when a non-finite gradient of scaled training skipped it.
         """
         self.require_open()
+        self.whole_state.refuse_averages("optimizer.step")
         with self.timeline.phase(Kind.OPTIMIZER_STEP):
             return self._step(hyper_of, list(slots))
 
@@ -308,6 +313,7 @@ class Runtime:
 
     def _before_arrival(self, unit: UnitState) -> None:
         self.offloading.check()
+        self.whole_state.refuse_averages("a backward")
         self.updates.make_way(unit)
 
     def _on_unit_complete(self, unit: UnitState, reduced: Future[None] | None) -> None:
@@ -352,6 +358,11 @@ class Runtime:
     def peak_tier_bytes(self) -> dict[str, int]:
         device = sum(self.pools[name].peak for name in ("device", "arena", "buckets"))
         return {"device": device, "host": self.pools["host"].peak, "nvme": self.store.bytes_by_tier()[Tier.NVME]}
+
+    @property
+    def is_open(self) -> bool:
+        """Neither closed nor failed in the background."""
+        return not self._closed and self.engine.failure is None
 
     def require_open(self, whole: bool = True, present: bool = True) -> None:
         """Raises ConfigError after `close`, where the state must be ``present`` while it is offloaded, and as

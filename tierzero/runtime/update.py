@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tierzero.optim.average import move_average, move_average_reference, rate_of
 from tierzero.optim.kernel import update as update_on_host
 from tierzero.optim.reference import update_reference
 from tierzero.planner.buffers import FEWEST_STAGING_TILES
@@ -46,16 +47,23 @@ class Destination:
 
 class Updater:
     """Applies pending updates and brings weights. ``kernel_seconds`` and ``updated`` (elements) count what the kernel
-    did.
+    did. ``ema`` is the decay of averages of the weights, of formats that have them.
     """
 
     def __init__(
-        self, engine: IoEngine, store: TieredStore, tile_io: TileIO, device: Device, staging_tile: int = 0
+        self,
+        engine: IoEngine,
+        store: TieredStore,
+        tile_io: TileIO,
+        device: Device,
+        staging_tile: int = 0,
+        ema: float = 0.0,
     ) -> None:
         self._engine = engine
         self._store = store
         self._tile_io = tile_io
         self._device = device
+        self._average_rate = rate_of(ema)
         self._reserve = FEWEST_STAGING_TILES * staging_tile
         """Bytes of staging that reading ahead leaves free: with so many every update gets on."""
         self._writing: set[asyncio.Task[None]] = set()
@@ -170,7 +178,7 @@ class Updater:
     def _run_kernel(self, opened: OpenTile, spec: UpdateSpec, segments: list[tuple[int, int, int]]) -> None:
         moved = sum(part.nbytes for _, part in opened.segments())
         with self._tile_io.timing(Kind.UPDATE, opened.group, opened.tile, moved):
-            _run_kernel(opened.group, opened, spec, segments)
+            _run_kernel(opened.group, opened, spec, segments, self._average_rate)
 
     async def _secure(self, tile: Tile, opened: OpenTile | None) -> None:
         if self.before_change is not None:
@@ -212,6 +220,8 @@ class Updater:
                 update_reference(
                     group.fmt, weight[start:stop], parts, gradient[start:stop], segment.hyper, segment.grad_scale
                 )
+                if group.fmt.is_averaged:
+                    move_average_reference(group.fmt, weight[start:stop], parts, self._average_rate)
         self.updated += sum(stop - start for start, stop, _ in segments)
         if destination is not None:
             destination.tensor(group.layout.dtype, numel, tile.span.start).copy_(weight)
@@ -289,16 +299,15 @@ def _clip_segments(tile: Tile, spec: UpdateSpec | None) -> list[tuple[int, int, 
     return found
 
 
-def _run_kernel(group: GroupState, opened: OpenTile, spec: UpdateSpec, segments: list[tuple[int, int, int]]) -> None:
+def _run_kernel(
+    group: GroupState, opened: OpenTile, spec: UpdateSpec, segments: list[tuple[int, int, int]], average_rate: float
+) -> None:
     assert opened.weight is not None
     assert opened.gradient is not None
     assert group.fmt is not None
     for start, stop, index in segments:
-        update_on_host(
-            group.fmt,
-            opened.weight[start:stop],
-            opened.cut(slice(start, stop)),
-            opened.gradient[start:stop],
-            spec.segments[index].hyper,
-            spec.segments[index].grad_scale,
-        )
+        weight, parts = opened.weight[start:stop], opened.cut(slice(start, stop))
+        segment = spec.segments[index]
+        update_on_host(group.fmt, weight, parts, opened.gradient[start:stop], segment.hyper, segment.grad_scale)
+        if group.fmt.is_averaged:
+            move_average(group.fmt, weight, parts, average_rate)

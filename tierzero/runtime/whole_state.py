@@ -39,6 +39,8 @@ class WholeState:
         self._half_loaded: Path | None = None
         """What a load has begun with and not ended."""
         self.sealer = sealer
+        self.averaged = False
+        """Averages stand in the weights' place; see `tierzero.runtime.averaging`."""
 
     def begin_snapshot(self, groups: Sequence[GroupState], receiver: Receiver, priority: Priority) -> Future[None]:
         """Copies the tiles of ``groups`` as they are now to ``receiver``, beside whatever the training does next. The
@@ -73,6 +75,7 @@ class WholeState:
         """Around a load of all state from ``source``. Half of it on top of another state is neither: where the block
         fails, nothing goes on from that but another load. Every rank must enter it.
         """
+        self.refuse_averages(f"loading {source}")
         self.before_edit()
         if self.sealer is not None:
             self.sealer.found = None  # it is not taken up; its bytes stay until another state is sealed
@@ -80,6 +83,13 @@ class WholeState:
         self._half_loaded = source
         yield
         self._half_loaded = None
+
+    def refuse_averages(self, what: str) -> None:
+        """Raises ConfigError for what needs the weights that are trained."""
+        if self.averaged:
+            raise ConfigError(
+                f"{what} inside tierzero.averaged, where averages stand in the weights' place; leave that first"
+            )
 
     def check(self) -> None:
         """Raises CheckpointError where half of a state is there, ConfigError for one that nobody has taken up."""
