@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierzero.api import close, full_state_dict, offload, reload, shard, stats
+from tierzero.api import averaged, close, full_state_dict, offload, reload, shard, stats
 from tierzero.checkpoint import (
     discard_sealed,
     export_dcp,
@@ -52,6 +52,7 @@ __all__ = [
     "TierError",
     "TierZeroError",
     "__version__",
+    "averaged",
     "clip_grad_norm_",
     "close",
     "discard_sealed",

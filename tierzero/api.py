@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tierzero.config import Config
 from tierzero.errors import ConfigError
 from tierzero.runtime.access import persistent_buffers
+from tierzero.runtime.averaging import averages_in_use
 from tierzero.runtime.build import build_runtime
 from tierzero.runtime.fill import Init
 from tierzero.runtime.parked import To
@@ -54,6 +56,19 @@ def shard(
         raise ConfigError(f"shard: config is a {type(config).__name__}; make a configuration of it with {how}")
     build_runtime(model, config if config is not None else Config.from_dict({}), units, mesh, init, share=share)
     return model
+
+
+@contextmanager
+def averaged(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes with the averages of its weights (``optimizer.ema``), rounded to their dtype: for
+    evaluation, generation, `full_state_dict`. Afterwards every bit of the state is as before.
+
+    Every rank must enter it. At each end all of the state is read and written once, a tile at a time. A backward,
+    ``optimizer.step``, saving, sealing, loading and changes of state are refused inside. Raises ConfigError where the
+    model keeps no averages, and inside another one, `gathered`, a forward or a backward.
+    """
+    with averages_in_use(runtime_of(model)):
+        yield
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = False, only: Sequence[str] = ()) -> dict[str, torch.Tensor]:
@@ -141,6 +156,7 @@ def offload(model: nn.Module, to: To = "nvme") -> None:
     model is then as it was, on every rank.
     """
     runtime = runtime_of(model)
+    runtime.whole_state.refuse_averages("offload")
     runtime.offloading.offload(runtime, to)
 
 

@@ -80,7 +80,17 @@ def _write_back(slots: list[SlotState]) -> None:
     for runtime, own in _by_model(slots).items():
         # What a pending update would still change must be in the tiers before the edit is laid on top of it.
         runtime.flush()
+        if runtime.whole_state.averaged:
+            _refuse_edits(runtime, values, own)
+            continue
         _write(runtime, own, "weight", [values[slot] for slot in own], local=False)
+
+
+def _refuse_edits(runtime: Runtime, values: dict[SlotState, torch.Tensor], slots: list[SlotState]) -> None:
+    for slot, stored in zip(slots, read_states(runtime, slots, "weight", local=False), strict=True):
+        found = values[slot].contiguous()
+        if not torch.equal(found.reshape(-1).view(torch.uint8), stored.reshape(-1).view(torch.uint8)):
+            runtime.whole_state.refuse_averages(f"gathered: a change of {slot.name!r}")
 
 
 def _write(runtime: Runtime, slots: list[SlotState], kind: StateKind, values: list[torch.Tensor], local: bool) -> None:
@@ -106,13 +116,13 @@ def read_state(parameters: Iterable[torch.Tensor], kind: Kind, local: bool = Fal
 def read_state(
     parameters: torch.Tensor | Iterable[torch.Tensor], kind: Kind, local: bool = False
 ) -> torch.Tensor | list[torch.Tensor]:
-    """One kind of a parameter's state in host memory: "weight", "master", "m", "v", "gradient" or "step". Of several
-    parameters, a list, for which every tile is read once. Every rank must call it with the same parameters.
+    """One kind of a parameter's state in host memory: "weight", "master", "m", "v", "ema", "gradient" or "step".
+    Of several parameters, a list, for which every tile is read once. Every rank must call it with the same parameters.
 
     Whole arrays have the parameter's shape; with ``local`` they are 1-D, this rank's elements (`local_range`), and a
-    rank may call it by itself. "weight" and "gradient" have the dtype they are stored in, "master", "m" and "v" are
-    fp32, "step", the number of the parameter's updates, is an int64 scalar. A gradient is as ``.grad`` would be:
-    clipped, once it was, and times the loss scale where there is one.
+    rank may call it by itself. "weight" and "gradient" have the dtype they are stored in, "master", "m", "v" and "ema"
+    (the average that ``optimizer.ema`` keeps) are fp32, "step", the number of the parameter's updates, is an int64
+    scalar. A gradient is as ``.grad`` would be: clipped, once it was, and times the loss scale where there is one.
 
     Raises ConfigError for a tensor that is not a sharded parameter, for another ``kind``, and for a gradient that is
     not there (none has come since it was last dropped), ValueError for what a frozen parameter does not have.
@@ -139,7 +149,8 @@ def write_state(
 
     Values are converted to the dtype they are stored in. "master" sets the weight too, and "weight" the master, but
     where an element is what it was: that one's master stays. A gradient takes the place of what was accumulated, counts
-    in the norm, and is there for the next step also where none had come. Moments do not change what the weights are.
+    in the norm, and is there for the next step also where none had come. Moments and averages do not change what the
+    weights are; before a parameter's first update its average follows what is written to weight or master.
 
     Raises as `read_state`, and ConfigError for values of another shape, before anything is changed.
     """
@@ -177,6 +188,8 @@ def _checked(call: str, parameters: torch.Tensor | Iterable[torch.Tensor], kind:
     slots = _slots(parameters)
     for slot in slots:
         slot.owner.require_open()
+        if call == "write_state" or kind in ("master", "ema"):
+            slot.owner.whole_state.refuse_averages(f"{call}: {kind!r}")
         if slot in slot.owner.held_open and kind in ("weight", "master"):
             raise ConfigError(f"{call}: parameter {slot.name!r} is open in tierzero.gathered; read and change it there")
         if kind == "gradient" and call == "read_state" and slot.group.fmt is not None and not slot.has_grad:

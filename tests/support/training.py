@@ -184,11 +184,12 @@ def train_plain(model: nn.Module, recipe: Recipe | None = None) -> Result:
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every kind of every parameter's state, by ``name/kind``."""
+    """Every kind of every parameter's state, by ``name/kind``; averages where there are any."""
+    averaged = any(group.fmt is not None and group.fmt.is_averaged for group in running(model).groups())
     return {
         f"{name}/{kind}": read_state(parameter, kind)  # type: ignore[arg-type]
         for name, parameter in model.named_parameters()
-        for kind in KINDS
+        for kind in (*KINDS, "ema")[: None if averaged else -1]
         if kind == "weight" or parameter.requires_grad
     }
 

@@ -12,6 +12,7 @@ from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.safetensors_files import SafetensorsSource
 from tierzero.checkpoint.save import finish_checkpoint
 from tierzero.errors import ConfigError
+from tierzero.optim.average import begin_average
 from tierzero.optim.formats import store_master
 from tierzero.runtime.access import persistent_buffers, sharded_model
 from tierzero.runtime.runtime import Runtime, runtime_of
@@ -140,4 +141,6 @@ def _fill_piece(group: GroupState, opened: OpenTile, piece: Piece, fitting: _Fit
         if group.fmt is None:
             opened.weight[inside].copy_(given)
         else:
-            store_master(group.fmt, given.float(), opened.weight[inside], opened.cut(inside))
+            parts = opened.cut(inside)
+            store_master(group.fmt, given.float(), opened.weight[inside], parts)
+            begin_average(group.fmt, opened.weight[inside], parts)

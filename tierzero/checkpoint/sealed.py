@@ -31,6 +31,7 @@ def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[
     """
     runtime = runtime_of(model)
     runtime.require_open()
+    runtime.whole_state.refuse_averages("seal")
     sealer = _sealer_of(runtime, "seal")
     if not isinstance(extra, dict):
         raise ConfigError('seal: extra is no dict; give what your loop counts, such as {"step": step}')

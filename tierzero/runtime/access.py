@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tierzero.errors import ConfigError
+from tierzero.optim.average import begin_average
 from tierzero.optim.formats import load_master, store_master
 from tierzero.optim.gradient import sum_of_squares
 from tierzero.runtime.state import GroupState, Piece, SlotState, slot_of
@@ -19,7 +20,7 @@ from tierzero.runtime.visits import visit
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
 
-StateKind = Literal["weight", "master", "m", "v", "gradient"]
+StateKind = Literal["weight", "master", "m", "v", "ema", "gradient"]
 _PARTS = {"weight": Parts.WEIGHT, "gradient": Parts.GRADIENT}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUM_ELEMENTS = 16 << 20
@@ -114,6 +115,8 @@ def write_states(
         dirty = _put(opened, kind, piece.of_tile, new)
         if dirty:
             changed[0] = True
+            if kind in ("weight", "master") and piece.slot.step == 0:
+                _begin_average(opened, piece.of_tile)
         return dirty
 
     if kind == "gradient":
@@ -180,6 +183,8 @@ def _require_state(slots: Sequence[SlotState], kind: StateKind) -> None:
     for slot in slots:
         if slot.group.fmt is None and kind != "weight":
             raise ValueError(f"parameter {slot.name!r} is frozen: it has no {kind}")
+        if kind == "ema" and slot.group.fmt is not None and not slot.group.fmt.is_averaged:
+            raise ConfigError(f"parameter {slot.name!r} has no average: set optimizer.ema before the model is sharded")
 
 
 def _take(opened: OpenTile, kind: StateKind, inside: slice) -> torch.Tensor:
@@ -212,6 +217,13 @@ def _put(opened: OpenTile, kind: StateKind, inside: slice, values: torch.Tensor)
     else:
         opened.optimizer[kind][inside] = values
     return True
+
+
+def _begin_average(opened: OpenTile, inside: slice) -> None:
+    """Until its first update the average of a parameter is the weight, however that gets its values."""
+    if opened.group.fmt is not None:
+        assert opened.weight is not None
+        begin_average(opened.group.fmt, opened.weight[inside], opened.cut(inside))
 
 
 def _put_weight(opened: OpenTile, inside: slice, wanted: torch.Tensor) -> bool:

@@ -20,14 +20,16 @@ _AT_ONCE = 8
 """Tiles in flight. Each waits for its staging memory by itself, so more would only wait longer."""
 
 
-def visit(runtime: Runtime, slots: Iterable[SlotState], parts: Parts, act: Act) -> None:
+def visit(runtime: Runtime, slots: Iterable[SlotState], parts: Parts, act: Act, whole: bool = False) -> None:
     """Opens the ``parts`` of every tile that holds something of ``slots`` and writes back what ``act`` has changed.
 
-    ``act`` runs on the engine's compute threads, for different tiles at once. Raises TierError.
+    ``act`` runs on the engine's compute threads, for different tiles at once. Raises TierError. ``whole``: some tiles
+    changed and others not are no state to go on from, so that nobody can after a failure.
     """
     work = _tiles(slots)
     if work:
-        runtime.engine.run(_visit_all(runtime, work, parts, act))
+        visiting = _visit_all(runtime, work, parts, act)
+        runtime.engine.run(runtime.updater.whole_or_failed(visiting) if whole else visiting)
 
 
 def _tiles(slots: Iterable[SlotState]) -> list[tuple[GroupState, Tile, list[Piece]]]:
