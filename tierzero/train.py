@@ -140,6 +140,8 @@ class Run:
             self.optimizer, self.config.optimizer, self.config.train.steps, min(self.start, self.config.train.steps)
         )
         self.totals = Totals()
+        self._averages: float | None = None
+        """The last validation loss of the averages of the weights."""
         self._checkpointed: int | None = None
         """The step of a checkpoint that was begun."""
 
@@ -213,15 +215,16 @@ class Run:
                     if found.step == train.steps or (
                         train.validation_every and found.step % train.validation_every == 0
                     ):
-                        validation = self.validate()
+                        validation = self._validate()
                         if validation is not None:
-                            progress.note(f"step {found.step}/{train.steps}  validation loss {validation:.4f}")
+                            loss = f"validation loss {validation:.4f}{self._of_averages()}"
+                            progress.note(f"step {found.step}/{train.steps}  {loss}")
         finally:
             progress.close()
             if metrics is not None:
                 metrics.close()
         if self.start >= train.steps:
-            validation = self.validate()
+            validation = self._validate()
         self._finish(validation)
         self._discard_sealed()
         return validation
@@ -312,6 +315,17 @@ class Run:
         if aside is not None:
             print(f"note     checkpoints that this run does not continue were moved to {aside}", flush=True)
 
+    def _validate(self) -> float | None:
+        """The validation loss, and beside it that of the averages where there are any."""
+        loss = self.validate()
+        if loss is not None and self.config.optimizer.ema:
+            with tz.averaged(self.model):
+                self._averages = self.validate()
+        return loss
+
+    def _of_averages(self) -> str:
+        return "" if self._averages is None else f", of the averages {self._averages:.4f}"
+
     @torch.no_grad()
     def validate(self) -> float | None:
         """Mean loss over fixed parts of the validation data, the same for every number of ranks; None if turned off."""
@@ -355,7 +369,8 @@ class Run:
         if sample is not None:
             print(f"sample\n{_indented(sample)}")
         if validation is not None:
-            print(f"result   validation loss {validation:.4f} ({validation / math.log(2):.3f} bits per token)")
+            bits = validation / math.log(2)
+            print(f"result   validation loss {validation:.4f} ({bits:.3f} bits per token){self._of_averages()}")
         for line in summarise(self.totals, stats, int(state), int(peak), self.job.ranks.world_size):
             print(line)
 

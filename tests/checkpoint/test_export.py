@@ -319,6 +319,7 @@ def test_command(saved: dict[str, Saved], tmp_path: Path) -> None:
         "bytes": sum(path.stat().st_size for path in out.iterdir()),
         "format": "safetensors",
         "dtype": "fp32",
+        "weights": "trained",
     }
     assert same(read_folder(out)["fixed.weight"], saved["bf16"].weights["fixed.weight"].float())
     ran = CliRunner().invoke(app, ["export", source, str(tmp_path / "dcp"), "--format", "dcp"])

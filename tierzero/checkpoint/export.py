@@ -37,6 +37,7 @@ def export_safetensors(
     out: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    weights: str = "trained",
     max_file_bytes: int = 5_000_000_000,
     only: Sequence[str] = (),
     progress: ByteProgress | None = None,
@@ -46,9 +47,12 @@ def export_safetensors(
 
     Names are the model's own, a tied parameter's the canonical one. ``dtype`` None keeps that of each weight; "fp32"
     gives the exact fp32 master, "bf16" and "fp16" are rounded from it where the weight is not of that dtype already.
-    Buffers keep theirs. ``only``: patterns of the names to write, such as ``["*.lora_*"]``; empty for all. Memory is a
-    few extents, and every checksum is verified. A file gets its name when it is
-    complete, and holds the identity of the checkpoint: a call after an interruption goes on with the missing ones.
+    With ``weights`` "ema" all of that is of the averages that a run with ``optimizer.ema`` keeps: in a weight's own
+    dtype what the model computes with inside `tierzero.averaged`. Buffers are the model's, and keep their dtype.
+    ``only``: patterns of the names to write, such as ``["*.lora_*"]``; empty for all.
+
+    Memory is a few extents, and every checksum is verified. A file gets its name when it is complete, and holds the
+    identity of the checkpoint: a call after an interruption goes on with the missing ones.
 
     Raises ConfigError, before anything is written, for a bad argument, other content in ``out`` or too little space
     (BudgetError), and CheckpointError for a damaged checkpoint or a failing drive.
@@ -56,7 +60,7 @@ def export_safetensors(
     target = Path(out)
     if max_file_bytes < 1:
         raise ConfigError(f"max_file_bytes is {max_file_bytes}; it must be at least 1")
-    with CheckpointTensors(checkpoint, dtype) as source, failures_named(target):
+    with CheckpointTensors(checkpoint, dtype, weights) as source, failures_named(target):
         tensors = _selected(source.tensors, only)
         plan = _plan(source, tensors, dtype, max_file_bytes)
         _check_content(target, plan)
@@ -109,6 +113,8 @@ def _selected(tensors: list[ExportTensor], only: Sequence[str]) -> list[ExportTe
 def _plan(source: CheckpointTensors, tensors: list[ExportTensor], dtype: str | None, most: int) -> _Plan:
     # Equal headers mean equal data: the identity stands for the checkpoint's contents.
     metadata = {"format": "pt", "tierzero.checkpoint": source.identity, "tierzero.dtype": dtype or "stored"}
+    if source.weights != "trained":
+        metadata["tierzero.weights"] = source.weights
     groups = _divided(tensors, most)
     files = []
     for number, group in enumerate(groups, 1):
@@ -153,7 +159,8 @@ def _check_content(target: Path, plan: _Plan) -> None:
             raise ConfigError(f"{target}: holds {path.name}, which is not of this export; choose an empty folder")
         if not (_is_written(path, files[path.name]) if path.name in files else path.read_bytes() == plan.index):
             raise ConfigError(
-                f"{path}: is of another checkpoint, dtype or division into files; remove it or choose an empty folder"
+                f"{path}: is of another checkpoint, dtype, choice of weights or division into files; remove it or "
+                "choose an empty folder"
             )
 
 

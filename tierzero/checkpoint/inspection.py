@@ -92,7 +92,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
     manifest = read_manifest(folder)
     reader = CheckpointReader(folder, manifest)
     try:
-        for segment, name, numel in _arrays(manifest):
+        for segment, name, numel in _arrays(manifest, reader.has_averages):
             reader.check_covers(name, segment, numel)
         by_segment: Counter[str] = Counter()
         for (_, segment), places in reader.by_segment.items():
@@ -179,7 +179,7 @@ def _uncovered(folder: Path, manifest: Mapping[str, Any]) -> list[Damage]:
         return [Damage(MANIFEST, str(error))]
     found = []
     try:
-        for segment, name, numel in _arrays(manifest):
+        for segment, name, numel in _arrays(manifest, reader.has_averages):
             try:
                 reader.check_covers(name, segment, numel)
             except CheckpointError as error:
@@ -189,12 +189,13 @@ def _uncovered(folder: Path, manifest: Mapping[str, Any]) -> list[Damage]:
     return found
 
 
-def _arrays(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+def _arrays(manifest: Mapping[str, Any], averages: bool) -> Iterator[tuple[str, str, int]]:
     """Segment, name and elements of every array that a checkpoint must hold."""
     for name, record in manifest["parameters"].items():
         segments = ["weight"]
         if record["trainable"]:
             segments += [part.name for part in state_format(getattr(torch, record["dtype"])).optimizer]
+            segments += ["ema"] if averages else []
         for segment in segments:
             yield segment, name, math.prod(record["shape"])
     for name, record in manifest["buffers"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.checkpoint.save import finish_checkpoint
 from tierzero.checkpoint.streaming import ExtentStream
 from tierzero.errors import CheckpointError
+from tierzero.optim.average import begin_average
+from tierzero.optim.formats import AVERAGE
 from tierzero.runtime.access import persistent_buffers, sharded_model
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.state import GroupState, Tile, slot_of
@@ -45,6 +48,7 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     together(runtime, folder, "read it", lambda: sources.append(_open_and_check(runtime, optimizer, folder)))
     manifest, reader = sources[0].manifest, sources[0].reader
     try:
+        _notice_averages(runtime, manifest, reader)
         with runtime.whole_state.replacing(folder):
             together(runtime, folder, "read it", lambda: _load_state(runtime, model, reader))
             restore_steps(runtime, manifest)
@@ -80,7 +84,20 @@ def _check_extents(runtime: Runtime, reader: CheckpointReader) -> None:
         fmt = slot.group.fmt
         reader.check_covers(slot.name, "weight", slot.slot.numel)
         for part in fmt.optimizer if fmt else ():
-            reader.check_covers(slot.name, part.name, part.values(slot.slot.numel))
+            if part != AVERAGE or reader.has_averages:
+                reader.check_covers(slot.name, part.name, part.values(slot.slot.numel))
+
+
+def _notice_averages(runtime: Runtime, manifest: Mapping[str, Any], reader: CheckpointReader) -> None:
+    """Warns, on rank 0, where only one of the checkpoint and the model has averages, unless no update was made yet."""
+    wanted = any(group.fmt is not None and group.fmt.is_averaged for group in runtime.groups())
+    updated = any(record["step"] for record in manifest["parameters"].values())
+    if wanted == reader.has_averages or not updated or runtime.world.rank:
+        return
+    text = "has no averages of the weights: optimizer.ema begins with its weights"
+    if not wanted:
+        text = "has averages of the weights, which are left out as optimizer.ema is 0"
+    warnings.warn(f"{reader.folder} {text}", stacklevel=3)
 
 
 def _load_state(runtime: Runtime, model: nn.Module, reader: CheckpointReader) -> None:
@@ -172,6 +189,8 @@ async def _load_next(runtime: Runtime, stream: ExtentStream, tiles: Iterator[tup
             for _, values in opened.segments():
                 values.zero_()
             await stream.fill(opened)
+            if group.fmt is not None and not stream.has_averages:
+                await runtime.engine.call(begin_average, group.fmt, opened.weight, opened.optimizer)
 
 
 def _load_buffers(model: nn.Module, reader: CheckpointReader) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -80,6 +81,11 @@ class CheckpointReader:
                 self.by_segment.setdefault((extent.parameter, extent.segment), []).append(place)
         for places in self.by_segment.values():
             places.sort(key=lambda place: place.extent.start)
+
+    @cached_property
+    def has_averages(self) -> bool:
+        """Of the trained weights, all of them."""
+        return any(segment == "ema" for _, segment in self.by_segment)
 
     def check_covers(self, parameter: str, segment: str, numel: int) -> None:
         """Raises CheckpointError unless the extents of this array cover its ``numel`` elements without a gap."""

@@ -12,6 +12,7 @@ import torch
 
 from tierzero.checkpoint.index import Check
 from tierzero.checkpoint.reader import CheckpointReader, Place, RankFile, verify
+from tierzero.optim.formats import AVERAGE
 from tierzero.runtime.state import tile_pieces
 from tierzero.runtime.tile_io import OpenTile, all_or_first_error
 from tierzero.tiers import FlatFile, HostAllocator, IoEngine, MemoryPool, Priority, Tier, page_round
@@ -47,13 +48,16 @@ class ExtentStream:
 
     def __init__(self, engine: IoEngine, reader: CheckpointReader) -> None:
         self._engine, self._reader = engine, reader
+        self.has_averages = reader.has_averages
         largest = max((check.nbytes for rank in reader.ranks for check in rank.index.checks), default=0)
         self._memory = MemoryPool(Tier.HOST, max(_MEMORY, page_round(largest) + PAGE), HostAllocator())
         self._files: dict[Path, FlatFile] = {}
         self._open = ExitStack()
 
     async def fill(self, opened: OpenTile) -> None:
-        """Every parameter's part of the tile. Raises TierError when a read fails, CheckpointError for damage."""
+        """Every parameter's part of the tile; averages only where the checkpoint has them. Raises TierError when a read
+        fails, CheckpointError for damage.
+        """
         await all_or_first_error([self._read(run) for run in _runs(self._parts_of(opened))])
 
     def close(self) -> None:
@@ -63,6 +67,8 @@ class ExtentStream:
     def _parts_of(self, opened: OpenTile) -> Iterator[_Part]:
         for piece in tile_pieces(opened.group, opened.tile):
             for segment, values in opened.segments():
+                if segment == AVERAGE and not self.has_averages:
+                    continue
                 wanted, start = values[segment.part(piece.of_tile)], segment.part(piece.of_parameter).start
                 for place in self._reader.by_segment[(piece.slot.name, segment.name)]:
                     begin, end = place.extent.start, place.extent.stop

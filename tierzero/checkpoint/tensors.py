@@ -16,9 +16,11 @@ from tierzero.checked_json import CHECKSUM
 from tierzero.checkpoint.manifest import MANIFEST, read_manifest, standing_folder
 from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.errors import CheckpointError, ConfigError
-from tierzero.optim.formats import join_master
+from tierzero.optim.formats import join_master, split_master
 from tierzero.runtime.draft import DTYPES
 
+WEIGHTS = ("trained", "ema")
+"""Which weights of a checkpoint are exported: those that are trained, or their averages."""
 PIECE = 1 << 20
 """Elements of a tensor that are converted and written at a time."""
 
@@ -37,6 +39,8 @@ class ExportTensor:
     segment: str
     master: str | None
     """The segment that the fp32 master takes beside the weight, where ``dtype`` is made from a master."""
+    as_weight: bool = False
+    """Values are rounded as a weight is from its master: what is written is what the model computes with."""
 
     @property
     def numel(self) -> int:
@@ -55,20 +59,27 @@ class CheckpointTensors:
     weight has that dtype already, it is written as it is. Buffers and all else keep theirs.
     """
 
-    def __init__(self, path: str | os.PathLike[str], dtype: str | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], dtype: str | None, weights: str = "trained") -> None:
         """Opens the checkpoint at ``path``; ``dtype`` is "bf16", "fp16", "fp32" or None (each weight's own).
+        ``weights`` is one of `WEIGHTS`; with "ema" the averages are the masters.
 
-        Raises ConfigError for another dtype or a path without a checkpoint, and CheckpointError for an incomplete one.
+        Raises ConfigError for another dtype, averages that are not there or a path without a checkpoint, and
+        CheckpointError for an incomplete one.
         """
         self.folder = checkpoint_folder(path)
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype is {dtype!r}; use one of {', '.join(map(repr, DTYPES))}, or none to keep it")
+        if weights not in WEIGHTS:
+            raise ConfigError(f"weights is {weights!r}; use one of {', '.join(map(repr, WEIGHTS))}")
+        self.weights = weights
         self.manifest = read_manifest(self.folder)
         self.identity: str = self.manifest[CHECKSUM]
         """Of the checkpoint's whole contents: the manifest's checksum covers those of the indexes, these the data's."""
         self.reader = CheckpointReader(self.folder, self.manifest)
         try:
-            self.tensors = [*self._parameters(dtype), *self._buffers()]
+            if weights == "ema" and not self.reader.has_averages:
+                raise ConfigError(f"{self.folder}: has no averages of the weights; runs with optimizer.ema save them")
+            self.tensors = [*self._parameters(dtype, weights == "ema"), *self._buffers()]
             for tensor in self.tensors:
                 self.reader.check_covers(tensor.name, tensor.segment, tensor.numel)
                 if tensor.master is not None:
@@ -85,14 +96,18 @@ class CheckpointTensors:
     ) -> None:
         self.reader.close()
 
-    def _parameters(self, dtype: str | None) -> Iterator[ExportTensor]:
+    def _parameters(self, dtype: str | None, averages: bool) -> Iterator[ExportTensor]:
         for name, record in self.manifest["parameters"].items():
             stored = self._dtype(name, record)
             written = DTYPES[dtype] if dtype is not None and stored.is_floating_point else stored
+            names, shape = tuple(record["names"]), tuple(record["shape"])
+            if averages and record["trainable"]:
+                yield ExportTensor(name, names, shape, written, torch.float32, "ema", None, as_weight=written == stored)
+                continue
             master = None
             if written != stored:
                 master = next((kind for kind in ("lo", "master") if (name, kind) in self.reader.by_segment), None)
-            yield ExportTensor(name, tuple(record["names"]), tuple(record["shape"]), written, stored, "weight", master)
+            yield ExportTensor(name, names, shape, written, stored, "weight", master)
 
     def _buffers(self) -> Iterator[ExportTensor]:
         for name, record in self.manifest["buffers"].items():
@@ -124,6 +139,10 @@ class CheckpointTensors:
             values = self._segment(tensor, tensor.master, torch.float32, start, stop)
         if values.dtype == tensor.dtype:
             return values
+        if tensor.as_weight and tensor.dtype is torch.bfloat16:
+            written = torch.empty_like(values, dtype=tensor.dtype)
+            split_master(values, written, torch.empty_like(values, dtype=torch.int16))
+            return written
         written = values.to(tensor.dtype)
         if tensor.dtype is torch.float16 and bool((written.isinf() & values.isfinite()).any()):
             raise ConfigError(f"parameter {tensor.name!r} has values beyond the range of fp16; use bf16 or fp32")

@@ -88,6 +88,9 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16 or fp32, from the fp32 master; else each weight's own.")
     ] = None,
+    weights: Annotated[
+        str, typer.Option(help="trained, or ema: the averages that a run with optimizer.ema keeps.")
+    ] = "trained",
     max_file: Annotated[
         int | None, typer.Option(parser=size, metavar="SIZE", help="Most bytes of one safetensors file; 5GB.")
     ] = None,
@@ -108,11 +111,13 @@ def export(
                 raise ConfigError(f"export: {option} is for --format safetensors")
         with _progress("exporting") as progress:
             if form == "dcp":
-                export_dcp(checkpoint, out, dtype=dtype, progress=progress)
+                export_dcp(checkpoint, out, dtype=dtype, weights=weights, progress=progress)
             else:
                 limit = {} if max_file is None else {"max_file_bytes": max_file}
-                export_safetensors(checkpoint, out, dtype=dtype, only=only or (), progress=progress, **limit)
-        _say_written(out, {"format": form, "dtype": dtype}, as_json)
+                export_safetensors(
+                    checkpoint, out, dtype=dtype, weights=weights, only=only or (), progress=progress, **limit
+                )
+        _say_written(out, {"format": form, "dtype": dtype, "weights": weights}, as_json)
 
 
 def import_(
