@@ -1,4 +1,4 @@
-"""The example loops train as unsharded models do, on one rank and on two; what a library cannot have is refused."""
+"""The example loops train as unsharded models do; what a library cannot have is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import nn
 import tierzero as tz
 
 from ..support.oracle import config
-from ..support.rank_pool import RankPool
 from .examples import example, unsharded
 
 LOOPS = {"plain_loop": "torch", "accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric"}
@@ -23,7 +22,7 @@ STEPS = 5
 
 
 @pytest.fixture(autouse=True)
-def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def apart() -> Iterator[None]:
     """Fabric makes a process group and sets variables; Accelerate keeps its state for the whole process."""
     before = dict(os.environ)
     yield
@@ -38,21 +37,6 @@ def test_one_rank_trains_as_unsharded(loop: str, tmp_path: Path) -> None:
     pytest.importorskip(LOOPS[loop])
     found = example(loop).train(str(tmp_path), STEPS, "fp32")
     assert found == pytest.approx(unsharded(STEPS), rel=1e-5)
-
-
-def as_rank(rank: int, size: int, loop: str, folder: str) -> list[float]:
-    os.environ["TORCHELASTIC_RUN_ID"] = "test"  # as torchrun sets it, by which Fabric knows it
-    found: list[float] = example(loop).train(folder, STEPS, "fp32")
-    return found
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_two_ranks_train_as_one_unsharded(loop: str, tmp_path: Path, two_ranks: RankPool) -> None:
-    pytest.importorskip(LOOPS[loop])
-    ranks = two_ranks.run(as_rank, loop, str(tmp_path))
-    mean = [sum(losses) / 2 for losses in zip(*ranks, strict=True)]
-    assert ranks[0] != ranks[1]
-    assert mean == pytest.approx(unsharded(STEPS, ranks=2), rel=1e-5)
 
 
 @pytest.fixture

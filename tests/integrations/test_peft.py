@@ -73,7 +73,10 @@ def of_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if "lora_" in name}
 
 
-@pytest.mark.parametrize("recompute", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "recompute",
+    ["non-reentrant", pytest.param("none", marks=pytest.mark.long), pytest.param("reentrant", marks=pytest.mark.long)],
+)
 def test_trains_as_unsharded_and_only_reads_the_base(recompute: str, tmp_path: Path) -> None:
     plain = adapted(recompute)
     wanted = run_plain(plain, range(4))

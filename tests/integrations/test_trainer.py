@@ -86,6 +86,7 @@ def test_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
         trained(tmp_path, resume=True)
 
 
+@pytest.mark.long
 def test_the_best_model_and_the_model_alone(tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "save_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}
     trainer = trained(tmp_path, 4, **best)
