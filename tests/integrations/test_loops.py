@@ -96,6 +96,16 @@ def test_settings_of_accelerate_that_cannot_be_had(setting: dict[str, Any], mess
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def test_fp16_without_its_scaler_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from tierzero.integrations.accelerate import TierZeroAccelerator
+
+    model = tz.shard(nn.Linear(8, 8), config(tmp_path, "host", train={"precision": "fp16"}))
+    with pytest.raises(tz.ConfigError, match=r"tierzero\.LossScaler"):
+        TierZeroAccelerator(cpu=True).prepare(model)
+    tz.close(model)
+
+
 def test_a_checkpoint_of_fabric_is_taken_up(tmp_path: Path) -> None:
     fabric_module = pytest.importorskip("lightning_fabric")
     from tierzero.integrations.lightning import TierZeroStrategy

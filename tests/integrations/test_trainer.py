@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tierzero as tz
 
+from ..support.oracle import config
 from ..support.rank_pool import RankPool
 from .examples import example
 
@@ -130,6 +131,22 @@ def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(tz.ConfigError, match=r"sharded with tierzero\.shard"):
         TierZeroTrainer(dropping(), arguments)
+
+
+def test_clipping_beside_the_backward_is_refused(tmp_path: Path) -> None:
+    from tierzero.integrations.transformers import TierZeroTrainer
+
+    settings = config(tmp_path, optimizer={"overlap": "backward"}, train={"precision": "fp32", "grad_clip": 0})
+    model = tz.shard(dropping(), settings)
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "max_steps": 2}
+    with pytest.raises(tz.ConfigError, match=r"set max_grad_norm=0"):
+        TierZeroTrainer(model, transformers.TrainingArguments(**arguments))
+    unclipped = transformers.TrainingArguments(**arguments, max_grad_norm=0, logging_steps=1, save_strategy="no")
+    trainer = TierZeroTrainer(model, unclipped, train_dataset=example("small").Bytes())
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+    assert "grad_norm" not in trainer.state.log_history[0]
+    tz.close(model)
 
 
 def as_rank(rank: int, size: int, folder: str) -> list[dict[str, float]]:
