@@ -27,7 +27,7 @@ from tierzero.runtime.contents import parameters_in, state_in
 from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.draft import DTYPES, Draft, draft
 from tierzero.runtime.fill import Init, check_fillable, fill, take_values
-from tierzero.runtime.forward import Recompute, install_forward, recomputed_alone
+from tierzero.runtime.forward import Recompute, has_forward, install_entry, install_forward, recomputed_alone
 from tierzero.runtime.own_values import check_buffers
 from tierzero.runtime.refusals import install_refusals
 from tierzero.runtime.runtime import Machinery, Runtime
@@ -306,3 +306,16 @@ def _install(runtime: Runtime, model: nn.Module, config: Config, drafted: Draft)
             elif length == 1 and name in blocks:
                 recompute = recomputed_alone
             install_forward(runtime, unit, module, recompute, config.train.compile and name in blocks)
+    _install_entries(runtime, model)
+
+
+def _install_entries(runtime: Runtime, model: nn.Module) -> None:
+    """For the modules that stand between units. What is inside the innermost ones is their own affair."""
+    unit_of = {name: unit for unit in runtime.units for name in unit.modules}
+    outer = {0, *[index for unit in runtime.units for index in unit.ancestors]}
+    for name, module in model.named_modules():
+        if name in unit_of or not has_forward(module) or next(module.parameters(), None) is None:
+            continue
+        unit = next(unit_of[above] for above in dotted_prefixes(name) if above in unit_of)
+        if unit.index in outer and unit.groups:
+            install_entry(runtime, unit, module)

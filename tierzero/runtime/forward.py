@@ -74,12 +74,24 @@ class SavedWeights:
         """Only the innermost hooks are called by autograd, so tensors that are not weights are passed on to the hooks
         around.
         """
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if outer is not None and isinstance(outer[0], functools.partial) and outer[0].func == self._pack:
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if self._is_ours(outer):
             outer = outer[0].args[0]
         pack = functools.partial(self._pack, outer)
         with saved_tensors_hooks(pack, self._unpack):
             yield
+
+    @contextmanager
+    def innermost(self) -> Iterator[None]:
+        """As `active`, where other hooks have been set since."""
+        if not torch.is_grad_enabled() or self._is_ours(torch._C._autograd._top_saved_tensors_default_hooks(False)):
+            yield
+            return
+        with self.active():
+            yield
+
+    def _is_ours(self, hooks: Any) -> bool:
+        return hooks is not None and isinstance(hooks[0], functools.partial) and bool(hooks[0].func == self._pack)
 
     def _pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None, tensor: torch.Tensor) -> Any:
         handle = self._handle(tensor)
@@ -290,5 +302,32 @@ def install_forward(
         if recompute is not None and torch.is_grad_enabled():
             return recompute(run, *args, **kwargs)
         return run(*args, **kwargs)
+
+    module.forward = forward
+
+
+def has_forward(module: nn.Module) -> bool:
+    """No container, and nothing compiled."""
+    plain = getattr(type(module), "forward", None)
+    return plain is not None and plain is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule)
+
+
+def install_entry(runtime: Runtime, unit: UnitState, module: nn.Module) -> None:
+    """Lets a module be called by itself, without the unit around it that its parameters belong to: the encoder of an
+    encoder-decoder, say. It is in use then as in a forward of the whole model, on all ranks.
+
+    A checkpoint inside the unit around it calls the module alone when it recomputes, and expects to see the same
+    tensors saved as in the forward.
+    """
+    original: Callable[..., Any] = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if unit.active:
+            with runtime.saved_weights.innermost():
+                return original(*args, **kwargs)
+        runtime.enter_root()
+        with unit_in_use(runtime, unit):
+            return _own_outputs(runtime.pager, unit, original(*args, **kwargs))
 
     module.forward = forward

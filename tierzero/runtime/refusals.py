@@ -25,6 +25,11 @@ _LOAD = (
     "init=<folder of safetensors>, or use tierzero.load_checkpoint"
 )
 
+_RESIZE = (
+    "resize_token_embeddings on a sharded model: its parameters are in the tiers in the sizes that they have; resize "
+    "before tierzero.shard"
+)
+
 
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Every module of every sharded model."""
@@ -34,6 +39,8 @@ def install_refusals(model: nn.Module) -> None:
     _watch_registrations()
     for module in model.modules():
         _sharded.add(module)
+        if hasattr(module, "resize_token_embeddings"):  # of the transformers library
+            module.resize_token_embeddings = _Refusal(_RESIZE)  # type: ignore[assignment]
         if any(slot_of(parameter) is not None for parameter in module.parameters()):
             module._apply = _Refusal(_APPLY)  # type: ignore[method-assign]
         if any(slot_of(parameter) is not None for parameter in module.parameters(recurse=False)):
