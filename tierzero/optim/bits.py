@@ -62,6 +62,24 @@ def float_to_bf16(value: np.float32) -> np.uint16:
 
 
 @register_jitable
+def float_to_bf16_by_chance(value: np.float32, chance: np.uint32) -> np.uint16:
+    """float32 -> one of the two bf16 next to it, the upper one if its share of the way is above that of ``chance``."""
+    bits = float_bits(value)
+    rounded = np.uint32(bits + (chance >> np.uint32(16))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | (_QUIET_BF16 if (bits & _MAGNITUDE) > _INFINITY else np.uint32(0))
+    return np.uint16(quiet if (bits & _INFINITY) == _INFINITY else rounded)
+
+
+@register_jitable
+def chance_of(m: np.float32, v: np.float32, seed: np.uint32) -> Any:
+    """The 32 bits of chance that `tierzero.optim.moments` describes."""
+    h = np.uint32((float_bits(m) ^ seed) * np.uint32(0x9E3779B1))
+    h = np.uint32((h ^ (h >> np.uint32(15)) ^ float_bits(v)) * np.uint32(0x85EBCA77))
+    h = np.uint32((h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE3D))
+    return np.uint32(h ^ (h >> np.uint32(16)))
+
+
+@register_jitable
 def fp16_to_float(half: np.int16) -> Any:
     """fp16 bits -> float32, exact."""
     word = np.uint32(np.uint16(half))
@@ -135,6 +153,18 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
     if like == types.int16:
         return lambda value, like: float_to_fp16(value)
     return lambda value, like: value
+
+
+def narrow_by_chance(value: Any, like: Any, chance: Any) -> Any:
+    """As `narrow`, but to bf16 by ``chance`` (uint32). Compiled code only."""
+    raise TypeError("narrow_by_chance is for compiled loops")
+
+
+@overload(narrow_by_chance)
+def _narrow_by_chance(value, like, chance):  # type: ignore[no-untyped-def]
+    if like == types.uint16:
+        return lambda value, like, chance: float_to_bf16_by_chance(value, chance)
+    return lambda value, like, chance: value
 
 
 @loop

@@ -54,6 +54,11 @@ class StateFormat:
     moments: Moments = "fp32"
 
     @property
+    def moment_segments(self) -> tuple[Segment, ...]:
+        """Those that hold m and v; all of them 0: both are."""
+        return _MOMENTS[self.moments]
+
+    @property
     def block(self) -> int:
         """Elements that share a value of some segment: what holds a parameter's state begins at multiples of this in
         the parameter.
@@ -92,6 +97,10 @@ class StateFormat:
 
 
 AVERAGE = Segment("ema", torch.float32)
+
+BLOCK = 128
+"""Elements of a parameter that share the scales of int8 moments."""
+
 _MASTERS: dict[torch.dtype, tuple[str, tuple[Segment, ...]]] = {
     # The master is split: the bf16 weight is its upper half, rounded to nearest, and lo the signed rest.
     torch.bfloat16: ("bf16", (Segment("lo", torch.int16),)),
@@ -100,6 +109,13 @@ _MASTERS: dict[torch.dtype, tuple[str, tuple[Segment, ...]]] = {
 }
 _MOMENTS: dict[Moments, tuple[Segment, ...]] = {
     "fp32": (Segment("m", torch.float32), Segment("v", torch.float32)),
+    "bf16": (Segment("m", torch.bfloat16), Segment("v", torch.bfloat16)),
+    "int8": (
+        Segment("m", torch.int8),
+        Segment("v", torch.uint8),
+        Segment("m_scale", torch.float32, BLOCK),
+        Segment("v_scale", torch.float32, BLOCK),
+    ),
 }
 
 

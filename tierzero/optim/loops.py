@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from tierzero.optim.bits import bits_float, float_bits, float_to_fp16, join_bits, narrow, split_float, widen
+from tierzero.optim.bits import (
+    bits_float,
+    chance_of,
+    float_bits,
+    float_to_fp16,
+    join_bits,
+    narrow,
+    narrow_by_chance,
+    split_float,
+    widen,
+)
 from tierzero.optim.jit import loop
 
 BLOCK = 4096
@@ -45,7 +55,7 @@ def _flush(x: Any) -> Any:
 
 
 @register_jitable
-def _adam(w: Any, m: Any, v: Any, g: Any, s: Any, masks: Any) -> Any:
+def adam(w: Any, m: Any, v: Any, g: Any, s: Any, masks: Any) -> Any:
     """New w, m, v as fp32: the order of operations of ``AdamScalars``. ``masks`` are its conditions."""
     origin = m
     if masks is not None:
@@ -58,41 +68,40 @@ def _adam(w: Any, m: Any, v: Any, g: Any, s: Any, masks: Any) -> Any:
     return w, m, v
 
 
+@register_jitable
+def _update(w: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any, seed: Any) -> Any:
+    """One element: new w as float32, new m and v as they are stored."""
+    w_i, m_i, v_i = adam(w, widen(m), widen(v), widen(grad) * scale, s, masks)
+    return w_i, narrow(m_i, m), narrow_by_chance(v_i, v, chance_of(m_i, v_i, seed))
+
+
 @loop
-def adam_bf16(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any) -> None:
-    """Update hi (uint16), lo (int16), m and v (float32) in place."""
+def adam_bf16(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any, seed: Any) -> None:
+    """Update hi (uint16), lo (int16), m and v (float32, or uint16: bf16 bits) in place."""
     for i in range(hi.size):
         w = bits_float(join_bits(hi[i], lo[i]))
-        g = widen(grad[i]) * scale
-        w, m_i, v_i = _adam(w, m[i], v[i], g, s, masks)
+        w, m[i], v[i] = _update(w, m[i], v[i], grad[i], scale, s, masks, seed)
         upper, lower = split_float(w)
         hi[i] = upper
         lo[i] = lower
-        m[i] = m_i
-        v[i] = v_i
 
 
 @loop
-def adam_fp32(w: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any) -> None:
-    """Update w, m and v (float32) in place."""
+def adam_fp32(w: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any, seed: Any) -> None:
+    """Update w (float32), m and v (float32, or uint16: bf16 bits) in place."""
     for i in range(w.size):
-        g = widen(grad[i]) * scale
-        w_i, m_i, v_i = _adam(w[i], m[i], v[i], g, s, masks)
-        w[i] = w_i
-        m[i] = m_i
-        v[i] = v_i
+        w[i], m[i], v[i] = _update(w[i], m[i], v[i], grad[i], scale, s, masks, seed)
 
 
 @loop
-def adam_fp16(weight: Any, master: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any) -> None:
-    """Update master, m and v (float32) in place and write the new master to weight (int16: fp16 bits)."""
+def adam_fp16(weight: Any, master: Any, m: Any, v: Any, grad: Any, scale: Any, s: Any, masks: Any, seed: Any) -> None:
+    """Update master (float32), m and v (float32, or uint16: bf16 bits) in place and write the new master to weight
+    (int16: fp16 bits).
+    """
     for i in range(master.size):
-        g = widen(grad[i]) * scale
-        w, m_i, v_i = _adam(master[i], m[i], v[i], g, s, masks)
+        w, m[i], v[i] = _update(master[i], m[i], v[i], grad[i], scale, s, masks, seed)
         weight[i] = float_to_fp16(w)
         master[i] = w
-        m[i] = m_i
-        v[i] = v_i
 
 
 # Slices below, not offsets: for an index that may be negative, as any sum of two may, Numba adds a test to each access.

@@ -8,6 +8,7 @@ import torch
 
 from tierzero.optim.formats import StateFormat, check_state, check_vector, join_master, split_master
 from tierzero.optim.hyper import AdamHyper, AdamScalars
+from tierzero.optim.moments import exact_sqrt, load_moments, store_moments
 
 _CHUNK = 4 << 20
 """Elements updated at a time: the temporaries are a few fp32 chunks of this size, whatever the shard's."""
@@ -30,27 +31,29 @@ def update_reference(
     """
     check_state(fmt, weight, parts, tuple(segment.name for segment in fmt.updated))
     check_vector("grad", grad, grad.dtype, weight.numel())
-    scalars = hyper.scalars()
     scale = float(torch.tensor(grad_scale, dtype=torch.float32))
     with torch.no_grad():
         for start in range(0, weight.numel(), _CHUNK):
             piece = slice(start, start + _CHUNK)
             g = grad[piece].to(torch.float32) * scale
-            _update_chunk(fmt, weight[piece], fmt.cut(parts, piece), g, scalars)
+            _update_chunk(fmt, weight[piece], fmt.cut(parts, piece), g, hyper)
 
 
 def _update_chunk(
-    fmt: StateFormat, weight: torch.Tensor, parts: Mapping[str, torch.Tensor], g: torch.Tensor, scalars: AdamScalars
+    fmt: StateFormat, weight: torch.Tensor, parts: Mapping[str, torch.Tensor], g: torch.Tensor, hyper: AdamHyper
 ) -> None:
+    m, v = load_moments(fmt, parts, weight.numel())
     if fmt.name == "bf16":
         master = join_master(weight, parts["lo"])
-        _adam(master, parts["m"], parts["v"], g, scalars)
+        _adam(master, m, v, g, hyper.scalars())
         split_master(master, weight, parts["lo"])
     elif fmt.name == "fp16":
-        _adam(parts["master"], parts["m"], parts["v"], g, scalars)
+        _adam(parts["master"], m, v, g, hyper.scalars())
         weight.copy_(parts["master"])
     else:
-        _adam(weight, parts["m"], parts["v"], g, scalars)
+        _adam(weight, m, v, g, hyper.scalars())
+    if fmt.moments != "fp32":
+        store_moments(fmt, m, v, parts, hyper.step)
 
 
 def _adam(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, s: AdamScalars) -> None:
@@ -70,14 +73,9 @@ def _adam(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, s:
     _flush(m)
     v.mul_(s.beta2).add_(torch.mul(g, s.one_minus_beta2, out=d).mul_(g))
     _flush(v)
-    denominator = _sqrt(v).mul_(s.inv_sqrt_bias2).add_(s.eps)
+    denominator = exact_sqrt(v).mul_(s.inv_sqrt_bias2).add_(s.eps)
     w.sub_(torch.mul(m, s.step_size, out=g).div_(denominator))
 
 
 def _flush(x: torch.Tensor) -> None:
     x.masked_fill_(x.abs() < torch.finfo(torch.float32).tiny, 0.0)
-
-
-def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Square root, rounded correctly: fp32 torch.sqrt on CPUs may be an ulp off (MKL); fp64 can be rounded twice."""
-    return x.double().sqrt_().float() if x.device.type == "cpu" else x.sqrt()
