@@ -1,6 +1,6 @@
 """Checkpoints byte for byte: files of every version load, and the files that are written are those of docs/formats.md.
 
-``python -m tests.checkpoint.test_golden FOLDER`` writes the files of the present version.
+``python -m tests.checkpoint.test_golden FOLDER VERSION`` writes the files of version 3 (fp32 moments) or 4 (int8).
 """
 
 from __future__ import annotations
@@ -34,14 +34,26 @@ class Small(nn.Module):
         self.register_buffer("count", torch.tensor([3, -4], dtype=torch.int64))
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, version: int) -> None:
     torch.manual_seed(5)
     with tempfile.TemporaryDirectory() as nvme:
-        sections = {"tiers": {"nvme": [nvme]}, "placement": dict.fromkeys(("params", "optimizer"), "nvme")}
+        sections: dict[str, Any] = {"tiers": {"nvme": [nvme]}}
+        sections["placement"] = dict.fromkeys(("params", "optimizer"), "nvme")
+        if version == 4:
+            sections["optimizer"] = {"state_dtype": "int8"}
         model = tz.shard(Small(), tz.Config.from_dict(sections))
         optimizer = tz.AdamW([model.matrix, model.vector], lr=0.5)
+        if version == 4:
+            for kind, values in moments().items():
+                tz.write_state(model.matrix, kind, values)
         tz.save_checkpoint(model, optimizer, folder, extra={"step": 0})
         tz.close(model)
+
+
+def moments() -> dict[Any, torch.Tensor]:
+    """v over many magnitudes, before m: where v is zero, m would give it a value."""
+    root = torch.logspace(-5, 0, 12).view(3, 4)
+    return {"v": root * root, "m": root * torch.linspace(-1, 0.9, 12).view(3, 4)}
 
 
 def array(folder: Path, parameter: str, segment: str, dtype: str) -> np.ndarray:
@@ -94,7 +106,7 @@ def test_files_are_what_the_documentation_says(version: int) -> None:
     assert array(folder, "count", "buffer", "<i8").tolist() == [3, -4]
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_files_of_every_version_load(version: int, tmp_path: Path) -> None:
     model = Small()
     with torch.no_grad():
@@ -110,9 +122,27 @@ def test_files_of_every_version_load(version: int, tmp_path: Path) -> None:
     tz.close(model)
 
 
-def test_what_is_written_is_the_present_version(tmp_path: Path) -> None:
-    written, golden = tmp_path / "written", GOLDEN / "v3"
-    write(written)
+def test_int8_moments_are_what_the_documentation_says() -> None:
+    folder = GOLDEN / "v4"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["version"], manifest["parameters"]["matrix"]["moments"]) == (4, "int8")
+    assert "moments" not in manifest["parameters"]["fixed"]
+    code = {name: array(folder, "matrix", name, kind) for name, kind in (("m", "i1"), ("v", "u1"))}
+    scale = {name: array(folder, "matrix", f"{name}_scale", "<f4") for name in "mv"}
+    assert scale["m"].size == scale["v"].size == 1
+    root = scale["v"] * (code["v"] / 255.0) ** 2
+    m = root * scale["m"] * (code["m"] / 127.0)
+    wanted = {kind: values.flatten().numpy() for kind, values in moments().items()}
+    assert np.abs(root - np.sqrt(wanted["v"])).max() < 0.005
+    assert np.abs(m - wanted["m"]).max() < 0.005
+    assert code["v"].min() > 0
+    assert not array(folder, "vector", "v", "u1").any()
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_what_is_written_is_the_present_version(version: int, tmp_path: Path) -> None:
+    written, golden = tmp_path / "written", GOLDEN / f"v{version}"
+    write(written, version)
     assert (written / "rank-00000.bin").read_bytes() == (golden / "rank-00000.bin").read_bytes()
     for name in ("rank-00000.json", "manifest.json"):
         found, wanted = (json.loads((folder / name).read_text()) for folder in (written, golden))
@@ -122,4 +152,4 @@ def test_what_is_written_is_the_present_version(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), int(sys.argv[2]))

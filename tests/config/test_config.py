@@ -105,7 +105,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"optimizer": {"lr": -1}}, ("optimizer.lr = -1", "number from 0")),
     ({"optimizer": {"betas": [0.9, 1]}}, ("optimizer.betas", "below 1")),
     ({"optimizer": {"eps": 0}}, ("optimizer.eps", "above 0")),
-    ({"optimizer": {"state_dtype": "bf16"}}, ("optimizer.state_dtype", '"fp32"')),
+    ({"optimizer": {"state_dtype": "fp8"}}, ("optimizer.state_dtype", '"int8"')),
     ({"optimizer": {"overlap": "backward"}}, ("optimizer.overlap", "grad_clip = 0")),
     ({"optimizer": {"overlap": "backward"}, "train": {"grad_clip": 0, "precision": "fp16"}}, ("overlap", "fp16")),
     ({"tiers": {"host": "16G"}}, ('tiers.host = "16G"', '"16GB"')),

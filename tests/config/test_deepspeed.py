@@ -130,7 +130,7 @@ def test_batches(flat: dict[str, Any], ranks: int | None, batch: int | None, mic
         ({"scheduler.type": "WarmupDecayLR"}, "total_num_steps: WarmupDecayLR needs it"),
         ({"optimizer.type": "Adam", "optimizer.params.amsgrad": True}, "amsgrad = true: there is no AMSGrad"),
         ({"bf16.enabled": True, "fp16.enabled": True}, "fp16.enabled = true: so is bf16.enabled"),
-        ({"bf16.enabled": True, "bf16.bf16_optimizer_states": True}, "bf16_optimizer_states = true: moments are fp32"),
+        ({"bf16.enabled": True, "bf16.bf16_optimizer_states": 8}, "bf16_optimizer_states = 8: must be true or false"),
         ({f"{ZERO}.stage": 4}, "stage = 4: must be 0, 1, 2 or 3"),
         ({f"{ZERO}.stage": 3, f"{OPT}.device": "nvme"}, "offload_optimizer.nvme_path: must be the folder"),
         ({f"{OPT}.device": "disk"}, 'offload_optimizer.device = "disk": must be "none", "cpu" or "nvme"'),

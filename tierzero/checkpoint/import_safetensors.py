@@ -16,7 +16,15 @@ import xxhash
 from tierzero.checked_json import CHECKSUM, read_json, write_json
 from tierzero.checkpoint.import_parts import finish_part, identity_of, is_whole, unfinished_folder, written_bytes
 from tierzero.checkpoint.index import Check, Extent, index_as_json
-from tierzero.checkpoint.manifest import FORMAT, MANIFEST, VERSION, ParameterRecord, rank_stem, record_as_json
+from tierzero.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    ParameterRecord,
+    rank_stem,
+    record_as_json,
+    written_version,
+)
 from tierzero.checkpoint.output import (
     ByteProgress,
     OutputFile,
@@ -223,7 +231,7 @@ def _write_manifest(staging: Path, source: SafetensorsSource, plan: _Plan, extra
     }
     manifest = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": written_version(records),
         "world_size": len(plan.parts),
         "page": PAGE,
         "parameters": records,

@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from tierzero.checkpoint.index import Check, RankIndex, arrays_of, named
-from tierzero.checkpoint.manifest import MANIFEST, rank_stem, read_index, read_manifest, step_of
+from tierzero.checkpoint.manifest import MANIFEST, rank_stem, read_index, read_manifest, saved_format, step_of
 from tierzero.checkpoint.output import ByteProgress
 from tierzero.checkpoint.reader import CheckpointReader
 from tierzero.checkpoint.tensors import checkpoint_folder
 from tierzero.errors import CheckpointError
-from tierzero.optim.formats import state_format
+from tierzero.optim.formats import AVERAGE
 
 _COMMA = ", "
 
@@ -92,7 +90,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
     manifest = read_manifest(folder)
     reader = CheckpointReader(folder, manifest)
     try:
-        for segment, name, numel in _arrays(manifest, reader.has_averages):
+        for segment, name, numel in _arrays(folder, manifest, reader.has_averages):
             reader.check_covers(name, segment, numel)
         by_segment: Counter[str] = Counter()
         for (_, segment), places in reader.by_segment.items():
@@ -179,7 +177,7 @@ def _uncovered(folder: Path, manifest: Mapping[str, Any]) -> list[Damage]:
         return [Damage(MANIFEST, str(error))]
     found = []
     try:
-        for segment, name, numel in _arrays(manifest, reader.has_averages):
+        for segment, name, numel in _arrays(folder, manifest, reader.has_averages):
             try:
                 reader.check_covers(name, segment, numel)
             except CheckpointError as error:
@@ -189,15 +187,15 @@ def _uncovered(folder: Path, manifest: Mapping[str, Any]) -> list[Damage]:
     return found
 
 
-def _arrays(manifest: Mapping[str, Any], averages: bool) -> Iterator[tuple[str, str, int]]:
+def _arrays(folder: Path, manifest: Mapping[str, Any], averages: bool) -> Iterator[tuple[str, str, int]]:
     """Segment, name and elements of every array that a checkpoint must hold."""
     for name, record in manifest["parameters"].items():
-        segments = ["weight"]
-        if record["trainable"]:
-            segments += [part.name for part in state_format(getattr(torch, record["dtype"])).optimizer]
-            segments += ["ema"] if averages else []
-        for segment in segments:
-            yield segment, name, math.prod(record["shape"])
+        numel = math.prod(record["shape"])
+        yield "weight", name, numel
+        if not record["trainable"]:
+            continue
+        for part in (*saved_format(name, record, folder).optimizer, *((AVERAGE,) if averages else ())):
+            yield part.name, name, part.values(numel)
     for name, record in manifest["buffers"].items():
         yield "buffer", name, math.prod(record["shape"])
 

@@ -81,11 +81,13 @@ def _open_and_check(runtime: Runtime, optimizer: torch.optim.Optimizer | None, f
 
 def _check_extents(runtime: Runtime, reader: CheckpointReader) -> None:
     for slot in runtime.slots():
-        fmt = slot.group.fmt
         reader.check_covers(slot.name, "weight", slot.slot.numel)
-        for part in fmt.optimizer if fmt else ():
-            if part != AVERAGE or reader.has_averages:
-                reader.check_covers(slot.name, part.name, part.values(slot.slot.numel))
+        if slot.group.fmt is None:
+            continue
+        for part in reader.format_of(slot.name).optimizer:
+            reader.check_covers(slot.name, part.name, part.values(slot.slot.numel))
+        if slot.group.fmt.is_averaged and reader.has_averages:
+            reader.check_covers(slot.name, AVERAGE.name, slot.slot.numel)
 
 
 def _notice_averages(runtime: Runtime, manifest: Mapping[str, Any], reader: CheckpointReader) -> None:

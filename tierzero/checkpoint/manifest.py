@@ -9,7 +9,7 @@ A checkpoint is a folder::
 Each JSON file ends with a checksum of itself, and the manifest lists those of the indexes: files that are damaged, or
 come from different checkpoints, are told by that.
 
-An extent holds elements ``[start, stop)`` of one segment ("weight", "lo", "m", "v", "master") of one flattened
+An extent holds elements ``[start, stop)`` of one segment ("weight", "lo", "m", "v", "master", ...) of one flattened
 parameter. Nothing refers to padding, tiles, units or ranks of the run that wrote it, so any world size and placement
 can read it. No pickle anywhere.
 """
@@ -19,26 +19,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import torch
 
 from tierzero.checked_json import CHECKSUM, check_json, read_json
 from tierzero.checkpoint.index import RankIndex
 from tierzero.errors import CheckpointError
+from tierzero.optim.formats import Moments, StateFormat, state_format
 
 FORMAT = "tierzero-checkpoint"
-VERSION = 3
+VERSION = 4
+"""The newest. A checkpoint that needs nothing of it says that it is of version 3, which earlier releases read."""
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """What the manifest says of a parameter; ``step`` counts its updates, ``names`` are all names of a tied one."""
+    """What the manifest says of a parameter; ``step`` counts its updates, ``names`` are all names of a tied one,
+    ``moments`` is how those are stored (left out where "fp32").
+    """
 
     names: list[str]
     shape: list[int]
     dtype: str
     trainable: bool
     step: int
+    moments: Moments = "fp32"
 
 
 def rank_stem(rank: int) -> str:
@@ -91,4 +98,20 @@ def step_of(manifest: Mapping[str, Any]) -> int:
 
 
 def record_as_json(record: ParameterRecord) -> dict[str, Any]:
-    return asdict(record)
+    found = asdict(record)
+    if record.moments == "fp32":
+        del found["moments"]
+    return found
+
+
+def written_version(parameters: Mapping[str, Mapping[str, Any]]) -> int:
+    """Of a checkpoint with these records: the first that has all that they say."""
+    return 4 if any("moments" in record for record in parameters.values()) else 3
+
+
+def saved_format(name: str, record: Mapping[str, Any], folder: Path) -> StateFormat:
+    """How the state of a trained parameter is stored in a checkpoint. Raises CheckpointError where nobody knows."""
+    moments = record.get("moments", "fp32")
+    if moments not in get_args(Moments):
+        raise CheckpointError(f"{folder / MANIFEST}: parameter {name!r} has moments of {moments!r}, which are unknown")
+    return state_format(getattr(torch, record["dtype"]), moments)

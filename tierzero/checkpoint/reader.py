@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 import torch
 
 from tierzero.checkpoint.index import Check, Extent, RankIndex, arrays_of, named
-from tierzero.checkpoint.manifest import rank_stem, read_index, step_of
+from tierzero.checkpoint.manifest import rank_stem, read_index, saved_format, step_of
 from tierzero.errors import CheckpointError
+from tierzero.optim.formats import StateFormat
 
 
 @dataclass
@@ -86,6 +87,10 @@ class CheckpointReader:
     def has_averages(self) -> bool:
         """Of the trained weights, all of them."""
         return any(segment == "ema" for _, segment in self.by_segment)
+
+    def format_of(self, parameter: str) -> StateFormat:
+        """How the state of a trained parameter is stored."""
+        return saved_format(parameter, self.manifest["parameters"][parameter], self.folder)
 
     def check_covers(self, parameter: str, segment: str, numel: int) -> None:
         """Raises CheckpointError unless the extents of this array cover its ``numel`` elements without a gap."""

@@ -22,12 +22,12 @@ from tierzero.checkpoint.agree import together
 from tierzero.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    VERSION,
     ParameterRecord,
     rank_stem,
     record_as_json,
     replaced_folder,
     standing_folder,
+    written_version,
 )
 from tierzero.checkpoint.output import partial_of
 from tierzero.checkpoint.removal import remove_behind
@@ -303,6 +303,7 @@ def manifest_of(
                 str(slot.group.layout.dtype).removeprefix("torch."),
                 slot.group.layout.trainable,
                 slot.step,
+                slot.group.fmt.moments if slot.group.fmt is not None else "fp32",
             )
         )
         for slot in runtime.slots()
@@ -313,7 +314,7 @@ def manifest_of(
     }
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": written_version(records),
         "world_size": runtime.world.size,
         "page": PAGE,
         "parameters": records,

@@ -3,7 +3,7 @@ and verified before anything of them is used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,9 @@ import torch
 
 from tierzero.checkpoint.index import Check
 from tierzero.checkpoint.reader import CheckpointReader, Place, RankFile, verify
-from tierzero.optim.formats import AVERAGE
-from tierzero.runtime.state import tile_pieces
+from tierzero.optim.formats import AVERAGE, Segment, StateFormat
+from tierzero.optim.moments import load_moments, store_moments
+from tierzero.runtime.state import Piece, tile_pieces
 from tierzero.runtime.tile_io import OpenTile, all_or_first_error
 from tierzero.tiers import FlatFile, HostAllocator, IoEngine, MemoryPool, Priority, Tier, page_round
 from tierzero.tiers.allocator import PAGE
@@ -31,6 +32,32 @@ class _Part:
     place: Place
     first: int
     into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A parameter's part of a tile whose moments are ``saved`` otherwise than the tile has them: read into ``parts``,
+    which begin at element ``start`` of the parameter.
+    """
+
+    piece: Piece
+    saved: StateFormat
+    start: int
+    parts: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, piece: Piece, saved: StateFormat) -> _Converted:
+        start = piece.of_parameter.start // saved.block * saved.block
+        numel = piece.of_parameter.stop - start
+        parts = {part.name: torch.empty(part.values(numel), dtype=part.dtype) for part in saved.moment_segments}
+        return cls(piece, saved, start, parts)
+
+    def store(self, opened: OpenTile) -> None:
+        fmt, wanted = opened.group.fmt, self.piece.of_parameter
+        assert fmt is not None
+        m, v = load_moments(self.saved, self.parts, wanted.stop - self.start)
+        before = wanted.start - self.start
+        store_moments(fmt, m[before:], v[before:], opened.cut(self.piece.of_tile))
 
 
 @dataclass(frozen=True)
@@ -58,23 +85,45 @@ class ExtentStream:
         """Every parameter's part of the tile; averages only where the checkpoint has them. Raises TierError when a read
         fails, CheckpointError for damage.
         """
-        await all_or_first_error([self._read(run) for run in _runs(self._parts_of(opened))])
+        pieces = list(tile_pieces(opened.group, opened.tile))
+        converted = {
+            piece.slot.name: _Converted.of(piece, saved)
+            for piece in pieces
+            if opened.group.fmt is not None
+            and (saved := self._reader.format_of(piece.slot.name)).moments != opened.group.fmt.moments
+        }
+        parts = self._parts_of(opened, pieces, converted)
+        await all_or_first_error([self._read(run) for run in _runs(parts)])
+        for each in converted.values():
+            await self._engine.call(each.store, opened)
 
     def close(self) -> None:
         self._open.close()
         self._memory.close()
 
-    def _parts_of(self, opened: OpenTile) -> Iterator[_Part]:
-        for piece in tile_pieces(opened.group, opened.tile):
+    def _parts_of(
+        self, opened: OpenTile, pieces: Sequence[Piece], converted: Mapping[str, _Converted]
+    ) -> Iterator[_Part]:
+        own = opened.group.fmt.moment_segments if opened.group.fmt is not None else ()
+        for piece in pieces:
+            name, foreign = piece.slot.name, converted.get(piece.slot.name)
             for segment, values in opened.segments():
                 if segment == AVERAGE and not self.has_averages:
                     continue
-                wanted, start = values[segment.part(piece.of_tile)], segment.part(piece.of_parameter).start
-                for place in self._reader.by_segment[(piece.slot.name, segment.name)]:
-                    begin, end = place.extent.start, place.extent.stop
-                    first, last = max(start, begin), min(start + wanted.numel(), end)
-                    if first < last:
-                        yield _Part(place, first - begin, wanted[first - start : last - start])
+                if foreign is None or segment not in own:
+                    start = segment.part(piece.of_parameter).start
+                    yield from self._parts_in(name, segment, start, values[segment.part(piece.of_tile)])
+            if foreign is None:
+                continue
+            for segment in foreign.saved.moment_segments:
+                yield from self._parts_in(name, segment, foreign.start // segment.per, foreign.parts[segment.name])
+
+    def _parts_in(self, name: str, segment: Segment, start: int, wanted: torch.Tensor) -> Iterator[_Part]:
+        for place in self._reader.by_segment[(name, segment.name)]:
+            begin, end = place.extent.start, place.extent.stop
+            first, last = max(start, begin), min(start + wanted.numel(), end)
+            if first < last:
+                yield _Part(place, first - begin, wanted[first - start : last - start])
 
     async def _read(self, run: _Run) -> None:
         file = self._file(run.rank)

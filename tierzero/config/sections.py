@@ -216,7 +216,9 @@ class OptimizerSection(Section):
         "Decay of an exponential moving average of the weights that is kept beside them, 4 bytes per parameter: after "
         "each update ema = ema + (1 - decay) * (weight - ema). 0: none.",
     )
-    state_dtype: Annotated[Literal["fp32"], choice("fp32")] = key("fp32", "Type of the moments.")
+    state_dtype: Annotated[Literal["fp32", "bf16", "int8"], choice("fp32", "bf16", "int8")] = key(
+        "fp32", "Type in which the two moments are kept, in memory and on the drive; the master weights stay fp32."
+    )
 
 
 class ActivationsSection(Section):

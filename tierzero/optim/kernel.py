@@ -37,8 +37,8 @@ def update(
     All tensors are contiguous, 1-D, of the format's lengths and in host memory, and do not overlap; zero elements and
     any alignment are fine. They begin at a multiple of ``fmt.block`` in their parameter. ``weight`` is of
     ``fmt.weight_dtype``, ``parts`` has the segments ``fmt.updated`` by name, ``grad`` is bf16, fp16 or fp32 and is left
-    as it is. ``grad_scale`` is rounded to fp32 and multiplied to each gradient first: unscaling, averaging and clipping in
-    one factor. Runs on the calling thread without the GIL; threads may update disjoint slices at the same time.
+    as it is. ``grad_scale`` is rounded to fp32 and multiplied to each gradient first: unscaling, averaging and clipping
+    in one factor. Runs on the calling thread without the GIL; threads may update disjoint slices at the same time.
 
     Raises ``ValueError`` for tensors that do not fit the format, before anything is changed.
     """

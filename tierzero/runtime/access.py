@@ -13,6 +13,7 @@ from tierzero.errors import ConfigError
 from tierzero.optim.average import begin_average
 from tierzero.optim.formats import load_master, store_master
 from tierzero.optim.gradient import sum_of_squares
+from tierzero.optim.moments import load_moments, store_moments
 from tierzero.runtime.state import GroupState, Piece, SlotState, slot_of
 from tierzero.runtime.tile_io import OpenTile, Parts
 from tierzero.runtime.visits import visit
@@ -147,8 +148,10 @@ def zero_moments(runtime: Runtime, slots: Sequence[SlotState]) -> None:
     runtime.whole_state.before_edit()
 
     def zero(opened: OpenTile, piece: Piece) -> bool:
-        for name in ("m", "v"):
-            opened.optimizer[name][piece.of_tile].zero_()
+        assert opened.group.fmt is not None
+        parts = opened.cut(piece.of_tile)
+        for segment in opened.group.fmt.moment_segments:
+            parts[segment.name].zero_()
         return True
 
     if slots:
@@ -198,7 +201,8 @@ def _take(opened: OpenTile, kind: StateKind, inside: slice) -> torch.Tensor:
     assert fmt is not None
     if kind == "master":
         return load_master(fmt, opened.weight[inside], opened.cut(inside))
-    return opened.optimizer[kind][inside]
+    m, v = load_moments(fmt, opened.cut(inside), inside.stop - inside.start)
+    return m if kind == "m" else v
 
 
 def _put(opened: OpenTile, kind: StateKind, inside: slice, values: torch.Tensor) -> bool:
@@ -215,7 +219,9 @@ def _put(opened: OpenTile, kind: StateKind, inside: slice, values: torch.Tensor)
     if kind == "master":
         store_master(fmt, values.contiguous(), opened.weight[inside], opened.cut(inside))
     else:
-        opened.optimizer[kind][inside] = values
+        parts = opened.cut(inside)
+        m, v = load_moments(fmt, parts, values.numel())
+        store_moments(fmt, values if kind == "m" else m, values if kind == "v" else v, parts)
     return True
 
 

@@ -133,9 +133,10 @@ def _draft_groups(specs: list[UnitSpec], convert: torch.dtype | None, config: Co
                 dtype = convert
             members.setdefault((dtype, parameter.requires_grad), []).append((names, parameter))
         for (dtype, trainable), named in members.items():
-            layout = flat_layout(dtype, trainable, [(names, parameter.shape) for names, parameter in named], parts)
+            fmt = state_format(dtype, config.optimizer.state_dtype) if trainable else None
+            shapes = [(names, parameter.shape) for names, parameter in named]
+            layout = flat_layout(dtype, trainable, shapes, parts, fmt.block if fmt is not None else 1)
             grad_dtype = dtype if config.train.grad_dtype == "auto" else DTYPES[config.train.grad_dtype]
-            fmt = state_format(dtype) if trainable else None
             if fmt is not None and config.optimizer.ema:
                 fmt = with_average(fmt)
             members_of = tuple(parameter for _, parameter in named)

@@ -65,6 +65,8 @@ class LastingFiles:
         name = f"lasting-{run[:12]}"
         folders = [lasting_folder(Path(path), name, world.global_rank) for path in config.tiers.nvme]
         record, life = _agreed_record(read_records(folders), folders[0], world)
+        if record is not None:
+            _check_moments(record, drafted, folders[0])
         return cls(name, folders, world.size, life, record)
 
     def with_layout(self, config: Config) -> Config:
@@ -89,6 +91,18 @@ class LastingFiles:
                 f"checkpoint.durable: {self.folders[0]} holds a sealed step of another model, tile, units, placement "
                 f"or block size ({differs} differ); go on with those, or from a checkpoint with another checkpoint.dir"
             )
+
+
+def _check_moments(record: SealRecord, drafted: Draft, folder: Path) -> None:
+    """Raises ConfigError where the sealed moments are stored in another type."""
+    parameters = record.content["manifest"]["parameters"].values()
+    saved = {parameter.get("moments", "fp32") for parameter in parameters if parameter["trainable"]}
+    wanted = {group.fmt.moments for group in drafted.groups if group.fmt is not None}
+    if saved and wanted and saved != wanted:
+        raise ConfigError(
+            f'checkpoint.durable: {folder} holds a sealed step with optimizer.state_dtype = "{min(saved)}", not '
+            f'"{min(wanted)}"; go on with that, or change it on the way from a checkpoint with another checkpoint.dir'
+        )
 
 
 def _agreed_record(own: Found, folder: Path, world: World) -> tuple[SealRecord | None, str]:

@@ -130,16 +130,25 @@ def bucket_elements(layout: FlatLayout, whole_kept: bool = False) -> int:
 
 
 def flat_layout(
-    dtype: torch.dtype, trainable: bool, named: Sequence[tuple[tuple[str, ...], torch.Size]], parts: int
+    dtype: torch.dtype,
+    trainable: bool,
+    named: Sequence[tuple[tuple[str, ...], torch.Size]],
+    parts: int,
+    block: int = 1,
 ) -> FlatLayout:
-    """Lays parameters, given as (names, shape), one after another and cuts the result into ``parts`` shards."""
+    """Lays parameters, given as (names, shape), one after another and cuts the result into ``parts`` shards.
+
+    ``block``: elements that belong together, a power of two of at most `SHARD_ALIGN`. No two parameters, shards, or
+    tiles of a multiple of it, share one, so that blocks are counted from the start of their parameter.
+    """
     slots, offset = [], 0
+    align = max(SLOT_ALIGN, block)
     for index, (names, shape) in enumerate(named):
-        offset = round_up(offset, SLOT_ALIGN)
+        offset = round_up(offset, align)
         numel = shape.numel()
         slots.append(Slot(index, names, shape, numel, offset))
         offset += numel
-    shard = round_up(max(-(-offset // parts), 1), SLOT_ALIGN)
+    shard = round_up(max(-(-offset // parts), 1), align)
     if parts > 1 and shard >= SMALL_SHARD:
         shard = round_up(shard, SHARD_ALIGN)
     return FlatLayout(dtype, trainable, tuple(slots), parts, shard)

@@ -10,6 +10,7 @@ from .rules import Outcome
 _OPTIMIZER, _SCHEDULER = "optimizer.params", "scheduler.params"
 _TYPE, _ADAM_W_MODE = "optimizer.type", "optimizer.params.adam_w_mode"
 _DECAY = "`tierzero train` decays matrices only; in a script, tz.AdamW decays what its parameter groups say"
+_MASTERS_TYPE = "there the moments take the type of the master, which may be fp32 all the same"
 _YOURS = "the script builds the {}; its parameters stand there"
 _SHIFTED = "the same curve, about two steps ahead: there the first two steps have the smallest rate"
 
@@ -58,6 +59,11 @@ def _optimizer(draft: Draft) -> None:
         else:
             draft.set(key, target, value)
     _weight_decay(draft, kind, decoupled)
+    key = f"{_OPTIMIZER}.fp32_optimizer_states"
+    if draft.flag(key, True):
+        draft.tell(key, Outcome.MAPPED, "fp32 is the default", "optimizer.state_dtype")
+    else:
+        draft.set(key, "optimizer.state_dtype", "bf16", _MASTERS_TYPE)
 
 
 def _weight_decay(draft: Draft, kind: str, decoupled: bool) -> None:

@@ -17,6 +17,7 @@ _CLIP, _PRINT, _COMM, _GRAD = "gradient_clipping", "steps_per_print", "communica
 def translate_training(draft: Draft, ranks: int | None) -> None:
     """Precision, gradients, batches and progress lines. ``ranks``: how many there are, None where nobody said."""
     _precision(draft)
+    _moments(draft)
     _grad_dtype(draft)
     _clipping(draft)
     _batches(draft, ranks)
@@ -46,6 +47,15 @@ def _precision(draft: Draft) -> None:
         note = f'"auto" is the Trainer\'s --{name.replace("bfloat", "bf")} there, and counts as true here'
         precision = "fp16" if name == "fp16" else "bf16"
         draft.set(key, "train.precision", precision, note if switches[name] == "auto" else "")
+
+
+def _moments(draft: Draft) -> None:
+    for name in ("bf16", "bfloat16"):
+        key = f"{name}.bf16_optimizer_states"
+        if name not in draft.off and draft.flag(key, False):
+            draft.set(key, "optimizer.state_dtype", "bf16")
+        elif name not in draft.off:
+            draft.tell(key, Outcome.MAPPED, "fp32 is the default", "optimizer.state_dtype")
 
 
 def _dtype(draft: Draft, key: str) -> str | None:

@@ -47,7 +47,7 @@ _PRECISION = (
                 plain=(False,),
             ),
             refused("bf16_master_weights_and_grads", "the master is exact fp32, in 12 bytes in all; set it to false"),
-            refused("bf16_optimizer_states", "moments are fp32; set it to false", "optimizer.state_dtype"),
+            mapped("bf16_optimizer_states", "optimizer.state_dtype", 'true: "bf16"'),
         )
     ),
     *under(
@@ -93,7 +93,7 @@ _OPTIMIZER_PARAMS = under(
     refused("bias_correction", "bias correction is part of the update; set it to true", plain=(True,)),
     refused("amsgrad", "there is no AMSGrad; set it to false"),
     refused("maximize", "the loss is minimized; negate it"),
-    refused("fp32_optimizer_states", "moments are fp32; set it to true", "optimizer.state_dtype", plain=(True,)),
+    mapped("fp32_optimizer_states", "optimizer.state_dtype", 'false: "bf16"'),
     refused("max_grad_norm", "is no parameter of an optimizer; use gradient_clipping", "train.grad_clip", plain=(0,)),
     not_needed("foreach", "the update is one pass over memory"),
     not_needed("fused", "the update is one pass over memory"),
