@@ -91,6 +91,9 @@ def test_offload_is_a_placement(flat: dict[str, Any], params: Any, optimizer: An
         ({"aio.block_size": 2**20, "aio.queue_depth": 16}, {"io.block_size": 2**20, "io.queue_depth": 16}),
         ({"aio.queue_depth": 128, "aio.intra_op_parallelism": 4}, {"io.queue_depth": 256}),
         ({"aio.thread_count": 2}, {"io.queue_depth": 16}),
+        ({"bf16.enabled": True, "bf16.bf16_optimizer_states": True}, {"optimizer.state_dtype": "bf16"}),
+        ({"optimizer.type": "Adam", "optimizer.params.fp32_optimizer_states": False},
+         {"optimizer.state_dtype": "bf16"}),
     ],
 )  # fmt: skip
 def test_values_become(flat: dict[str, Any], expected: dict[str, Any]) -> None:
