@@ -177,7 +177,7 @@ def test_a_gradient_that_is_not_finite_spoils_its_block_only() -> None:
 def test_bytes_per_parameter() -> None:
     found = {
         (fmt.name, fmt.moments): fmt.optimizer_bytes(BLOCK * 100) / (BLOCK * 100)
-        for fmt in (*FORMATS, state_format(torch.float32, "bf16"))
+        for fmt in (*FORMATS, state_format(torch.float32, "bf16"), state_format(torch.float16, "bf16"))
     }
     assert found == {
         ("bf16", "bf16"): 6,
