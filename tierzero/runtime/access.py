@@ -201,7 +201,10 @@ def _take(opened: OpenTile, kind: StateKind, inside: slice) -> torch.Tensor:
     assert fmt is not None
     if kind == "master":
         return load_master(fmt, opened.weight[inside], opened.cut(inside))
-    m, v = load_moments(fmt, opened.cut(inside), inside.stop - inside.start)
+    parts = opened.cut(inside)
+    if kind == "ema":
+        return parts[kind]
+    m, v = load_moments(fmt, parts, inside.stop - inside.start)
     return m if kind == "m" else v
 
 
@@ -216,10 +219,12 @@ def _put(opened: OpenTile, kind: StateKind, inside: slice, values: torch.Tensor)
         return _put_weight(opened, inside, values)
     fmt = opened.group.fmt
     assert fmt is not None
+    parts = opened.cut(inside)
     if kind == "master":
-        store_master(fmt, values.contiguous(), opened.weight[inside], opened.cut(inside))
+        store_master(fmt, values.contiguous(), opened.weight[inside], parts)
+    elif kind == "ema":
+        parts[kind].copy_(values)
     else:
-        parts = opened.cut(inside)
         m, v = load_moments(fmt, parts, values.numel())
         store_moments(fmt, values if kind == "m" else m, values if kind == "v" else v, parts)
     return True
