@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+
+from tierzero.errors import ConfigError
 
 
 @contextmanager
@@ -16,7 +19,7 @@ def empty_init() -> Iterator[None]:
     ``tierzero.shard`` fills the model afterwards, one unit at a time. The parameter objects stay the same, so tied
     weights stay tied. Nesting is harmless.
     """
-    original = nn.Module.register_parameter
+    original, original_load = nn.Module.register_parameter, nn.Module._load_from_state_dict
 
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
@@ -24,8 +27,18 @@ def empty_init() -> Iterator[None]:
             # The values the constructor allocated were never touched, so they never took memory either.
             torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
 
+    def refuse_loading(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(parameter is not None and parameter.is_meta for parameter in self._parameters.values()):
+            raise ConfigError(
+                "load_state_dict inside tierzero.empty_init: the parameters are empty and would not take the values; "
+                "give tierzero.shard init=<folder of safetensors>, or build the model as usual"
+            )
+        original_load(self, *args, **kwargs)
+
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    nn.Module._load_from_state_dict = refuse_loading  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Module._load_from_state_dict = original_load  # type: ignore[method-assign]

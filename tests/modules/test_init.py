@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tierzero as tz
+from tierzero.runtime.fill import check_fillable
 
 from ..support.oracle import (
     TIERS,
@@ -27,7 +29,7 @@ from ..support.oracle import (
     train_plain,
 )
 from ..support.rank_pool import RankPool
-from ..support.zoo import Attention, Block, Normed, Stack, Tied, language, vectors
+from ..support.zoo import DIM, Attention, Block, Normed, Stack, Tied, language, vectors
 
 
 def filled(module: nn.Module) -> None:
@@ -262,3 +264,33 @@ def test_function_reaches_into_modules_of_other_units(units: tuple[str, ...], tm
     with sharded(empty(Gains), config(tmp_path), units, init=from_the_outside) as model:
         state = tz.full_state_dict(model)
         assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+class Parent(nn.Module):
+    """Initialises what is inside of it, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=0.02)
+
+
+def test_values_from_outside_a_module_are_not_lost_in_silence(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    with pytest.warns(RuntimeWarning, match=r"parameter 'layers\.0\.weight' \(and 1 more\) .* pass init=fn"):
+        check_fillable(empty(Parent), None)
+    assert torch.equal(torch.get_rng_state(), before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_fillable(empty(Parent), lambda module: None)
+        for build in (Stack, Attention, Normed):
+            check_fillable(empty(build), None)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_weights_loaded_into_an_empty_model_are_not_lost_in_silence(assign: bool) -> None:
+    values = Stack().state_dict()
+    with pytest.raises(tz.ConfigError, match=r"inside tierzero\.empty_init.*init=<folder"), tz.empty_init():
+        Stack().load_state_dict(values, assign=assign)
+    Stack().load_state_dict(values, assign=assign)

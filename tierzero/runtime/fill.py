@@ -16,7 +16,7 @@ from torch import nn
 from tierzero.errors import ConfigError
 from tierzero.optim.average import begin_average
 from tierzero.optim.formats import store_master
-from tierzero.runtime.own_values import EmptyBuffers, Filler, check_resets, empty_again, fill_empty
+from tierzero.runtime.own_values import EmptyBuffers, Filler, check_resets, empty_again, fill_empty, warn_of_lost_values
 from tierzero.runtime.safetensors_folder import ModelValues
 from tierzero.runtime.state import GroupState, SlotState, Tile, UnitState, attach, piece_in
 from tierzero.runtime.tile_io import OpenTile, Parts
@@ -36,6 +36,7 @@ def check_fillable(model: nn.Module, init: Init) -> None:
         return
     if init is None:
         check_resets(model)
+        warn_of_lost_values(model)
         return
     if not callable(init):
         raise ConfigError(f"init: {init!r} is a {type(init).__name__}; give a function of a module, or a folder")

@@ -4,6 +4,8 @@ user's.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -31,6 +33,40 @@ def check_resets(model: nn.Module) -> None:
             )
         if lacks and (built or _own_reset(module) is None):
             raise no_values(f"{name}.{lacks[0]}" if name else lacks[0])
+
+
+def warn_of_lost_values(model: nn.Module) -> None:
+    """Warns where constructors have given empty parameters values beyond the modules' own resets, as those do that
+    initialise what is inside of them: filling by the resets alone loses that.
+    """
+    lost = _written_beyond_resets(model)
+    if lost:
+        warnings.warn(
+            f"shard: parameter {lost[0]!r} (and {len(lost) - 1} more) was initialised beyond its module's own "
+            "reset_parameters(), which is all that an empty model is filled by, so that this has no effect; pass "
+            "init=fn(module), which does all of it, to tierzero.shard",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _written_beyond_resets(model: nn.Module) -> list[str]:
+    """PyTorch counts writes to empty tensors too: those so far are compared with what the resets make of them."""
+    before = {name: parameter._version for name, parameter in model.named_parameters() if parameter.is_meta}
+    if max(before.values(), default=0) < 2:
+        return []
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        for module in list(model.modules()):
+            reset = _own_reset(module) if any(p.is_meta for p in module.parameters(recurse=False)) else None
+            if reset is not None:
+                with contextlib.suppress(Exception):  # one that cannot run without values
+                    reset()
+    with torch.no_grad():
+        for buffer, values in kept:
+            buffer.copy_(values)
+    own = {name: model.get_parameter(name)._version - version for name, version in before.items()}
+    return [name for name, version in before.items() if version > own[name] > 0]
 
 
 def check_buffers(model: nn.Module, filled: Container[str] = ()) -> None:
