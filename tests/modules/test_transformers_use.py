@@ -57,7 +57,7 @@ def compare_generated(name: str, tier: str, nvme: Path) -> None:
         assert torch.equal(have, want), way
 
 
-@pytest.mark.parametrize(("name", "tier"), [("llama", "nvme"), ("t5", "host"), ("whisper", "nvme")])
+@pytest.mark.parametrize(("name", "tier"), [("llama", "host"), ("t5", "nvme")])
 def test_generation(name: str, tier: str, tmp_path: Path) -> None:
     compare_generated(name, tier, tmp_path)
 
@@ -104,7 +104,7 @@ def compare_checkpointed(name: str, reentrant: bool, tier: str, recompute: str, 
 
 @pytest.mark.parametrize(
     ("name", "reentrant", "tier", "recompute"),
-    [("llama", False, "nvme", "none"), ("t5", True, "nvme", "unit"), ("mixtral", False, "host", "unit")],
+    [("llama", False, "nvme", "none"), ("t5", True, "nvme", "unit")],
 )
 def test_gradient_checkpointing(name: str, reentrant: bool, tier: str, recompute: str, tmp_path: Path) -> None:
     compare_checkpointed(name, reentrant, tier, recompute, tmp_path)
@@ -131,7 +131,7 @@ def saved_again(name: str, tmp_path: Path, **options: Any) -> None:
         assert torch.equal(values, wanted[key]), key
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["mixtral"])
 def test_save_pretrained_writes_true_weights(name: str, tmp_path: Path) -> None:
     saved_again(name, tmp_path)
 
@@ -182,11 +182,11 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """From random values; then from the folder that it wrote itself, which starts where the first run ended."""
     script, folder = Path(__file__).parents[2] / "tools" / "examples" / "hf_finetune.py", tmp_path / "first" / "model"
     losses = []
-    for out, more in (("first", []), ("second", ["--model", str(folder)])):
+    for out, more in (("first", ["--steps", "10"]), ("second", ["--steps", "1", "--model", str(folder)])):
         torch.manual_seed(0)
-        arguments = ["--nvme", str(tmp_path), "--out", str(tmp_path / out), "--steps", "12", *more]
+        arguments = ["--nvme", str(tmp_path), "--out", str(tmp_path / out), *more]
         monkeypatch.setattr("sys.argv", [str(script), *arguments])
-        if more:
+        if out == "second":
             write_byte_tokenizer(folder)
         runpy.run_path(str(script), run_name="__main__")
         losses.append([float(line.split()[3]) for line in capsys.readouterr().out.splitlines()])
