@@ -25,7 +25,7 @@ def empty_init() -> Iterator[None]:
         original(self, name, param)
         if param is not None and not param.is_meta:
             # The values the constructor allocated were never touched, so they never took memory either.
-            torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
+            give_memory(param, param.detach().to("meta"))
 
     def refuse_loading(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         if any(parameter is not None and parameter.is_meta for parameter in self._parameters.values()):
@@ -42,3 +42,13 @@ def empty_init() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
         nn.Module._load_from_state_dict = original_load  # type: ignore[method-assign]
+
+
+def give_memory(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Exchanges what the parameter is over, on whatever device; its class, its attributes and its hooks stay."""
+    kind, attributes, hooks = type(parameter), parameter.__dict__, parameter._backward_hooks
+    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    parameter.__class__ = kind
+    parameter.__dict__ = attributes
+    if hooks:
+        parameter._backward_hooks = hooks

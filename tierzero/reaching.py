@@ -129,7 +129,7 @@ def read_state(
     """
     slots = _checked("read_state", parameters, kind)
     if kind == "step":
-        found = {slot: torch.tensor(slot.step) for slot in slots}
+        found = {slot: torch.tensor(slot.step, device="cpu") for slot in slots}
     else:
         found = {}
         for runtime, own in _by_model(slots).items():
@@ -214,7 +214,7 @@ def _step_count(slot: SlotState, value: Any) -> int:
 def _array(slot: SlotState, kind: StateKind, value: Any, local: bool) -> torch.Tensor:
     shape = torch.Size([len(local_range(slot))]) if local else slot.slot.shape
     if not isinstance(value, torch.Tensor):
-        return torch.full(shape, value, dtype=state_dtype(slot.group, kind))
+        return torch.full(shape, value, dtype=state_dtype(slot.group, kind), device="cpu")
     if value.shape != shape:
         raise ConfigError(
             f"write_state: {kind} of {slot.name!r} is of shape {tuple(shape)}"

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tierzero as tz
 
 from ..support.oracle import TIERS, Case, assert_close, built, config, hyper, sharded, train_plain, train_sharded
+from ..support.rank_pool import RankPool
 from ..support.zoo import DIM, Block, Stack, Tied, language, regression, vectors
 
 STACK = Case(lambda: Stack(6), regression, (Block,))
@@ -109,6 +110,38 @@ BACKWARDS = (
 @pytest.mark.parametrize("backward", BACKWARDS, ids=lambda function: function.__name__)
 def test_gradients_equal_the_unsharded_models(backward: Callable[[nn.Module], None], tier: str, tmp_path: Path) -> None:
     assert_same_gradients(STACK, backward, config(tmp_path, tier, tiers={"prefetch": 0}))
+
+
+def on_ranks(rank: int, size: int, nvme: str, tier: str) -> None:
+    """Every rank on its own data, as one process that takes the mean of what each would do."""
+    for backward in BACKWARDS:
+        wanted: dict[str, torch.Tensor] = {}
+        for each in range(size):
+            plain = built(STACK)
+            backward(Shifted(plain, each))
+            for name, gradient in gradients_of(plain, plain=True).items():
+                wanted[name] = wanted.get(name, 0) + gradient / size
+        with sharded(built(STACK), config(Path(nvme), tier, tiers={"prefetch": 0}), STACK.units) as model:
+            backward(Shifted(model, rank))
+            found = gradients_of(model, plain=False)
+        for name, want in wanted.items():
+            torch.testing.assert_close(found[name], want, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: n + text)
+
+
+class Shifted(nn.Module):
+    """The model on other data for every rank."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.model, self.rank = model, rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x + 0.3 * self.rank)
+
+
+@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.long), "nvme"])
+def test_gradients_on_two_ranks(tier: str, tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(on_ranks, str(tmp_path), tier)
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -294,3 +294,50 @@ def test_weights_loaded_into_an_empty_model_are_not_lost_in_silence(assign: bool
     with pytest.raises(tz.ConfigError, match=r"inside tierzero\.empty_init.*init=<folder"), tz.empty_init():
         Stack().load_state_dict(values, assign=assign)
     Stack().load_state_dict(values, assign=assign)
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+class Labelled(nn.Linear):
+    """Parameters with attributes, a class and hooks of their own, made before and after they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight.no_decay = True
+        self.weight.register_hook(lambda gradient: gradient * 3)
+        gain = Marked(torch.ones(4))
+        gain.no_decay = False
+        gain.register_hook(lambda gradient: gradient * 5)
+        self.gain = gain
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "gain"):
+            nn.init.ones_(self.gain)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+def ones(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+@pytest.mark.parametrize("how", ["built", "reset", "function", "folder"])
+def test_parameters_stay_the_objects_that_they_are(how: str, tmp_path: Path) -> None:
+    if how == "folder":
+        (tmp_path / "weights").mkdir()
+        save_file(Labelled().state_dict(), tmp_path / "weights" / "model.safetensors")
+    init = {"function": ones, "folder": tmp_path / "weights"}.get(how)
+    model = Labelled() if how == "built" else empty(Labelled)
+    with sharded(model, config(tmp_path), init=init):
+        assert (model.weight.no_decay, model.gain.no_decay) == (True, False)
+        model(torch.ones(2, 4)).sum().backward()
+        assert torch.equal(tz.read_state(model.weight, "gradient"), torch.full((4, 4), 6.0))
+        with tz.gathered(model.parameters()):
+            out = model.weight.detach().sum(1) + model.bias.detach()
+            assert isinstance(model.gain, Marked)
+        torch.testing.assert_close(tz.read_state(model.gain, "gradient"), 10 * out)

@@ -137,6 +137,15 @@ def test_empty_groups_stay_groups(model: nn.Module) -> None:
     assert [len(group["params"]) for group in optimizer.state_dict()["param_groups"]] == [0, 22, 0]
 
 
+def test_zeroed_gradients_are_refused(model: nn.Module) -> None:
+    """In PyTorch a parameter with a gradient of zero goes on stepping; here it has none."""
+    optimizer = tz.AdamW(model.parameters())
+    for zero_grad in (optimizer.zero_grad, model.zero_grad, model.blocks[1].zero_grad):
+        with pytest.raises(tz.ConfigError, match=r"set_to_none=False.*dropped"):
+            zero_grad(set_to_none=False)
+        zero_grad(set_to_none=True)
+
+
 def test_zero_rate_and_added_group(model: nn.Module) -> None:
     before = tz.full_state_dict(model)
     optimizer = tz.AdamW(model.blocks.parameters(), lr=0.0, weight_decay=0.3)

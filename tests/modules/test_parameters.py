@@ -44,6 +44,7 @@ def test_metadata_is_that_of_the_whole_parameter(model: nn.Module, plain: nn.Mod
         assert parameter.is_leaf
         assert parameter.requires_grad
         assert parameter.device == wanted.device
+        assert (parameter.stride(), parameter.is_contiguous()) == (wanted.stride(), True)
         assert parameter.grad is None
         assert name in repr(parameter)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
@@ -65,6 +66,7 @@ def test_reading_gives_the_values(model: nn.Module, plain: nn.Module) -> None:
     assert bool((parameter == wanted).all())
     x = vectors(0, 0)
     assert torch.equal(F.linear(x, parameter), F.linear(x, wanted))
+    assert torch.equal(parameter.as_subclass(torch.Tensor), wanted)
 
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
@@ -81,6 +83,7 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "out=": lambda p: torch.zeros(p.shape, out=p),
     "data_ptr": lambda p: p.data_ptr(),
     "untyped_storage": lambda p: p.untyped_storage(),
+    "set_": lambda p: p.set_(torch.zeros(p.shape)),
     "_foreach_add_": lambda p: torch._foreach_add_([p], 1.0),
     "vector_to_parameters": lambda p: vector_to_parameters(torch.zeros(p.numel()), [p]),
     "grad =": lambda p: setattr(p, "grad", torch.zeros(p.shape)),

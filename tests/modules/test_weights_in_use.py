@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,25 @@ import torch
 from torch import nn
 
 import tierzero as tz
+from tierzero.api import running
 from tierzero.errors import NotResidentError
 
 from ..support.oracle import TIERS, Case, assert_close, built, config, sharded, train_plain, train_sharded
 from ..support.zoo import DIM, Block, regression, vectors
 
 ROWS = 5
+
+
+@dataclass
+class Rows:
+    rows: torch.Tensor
+
+
+class Kept:
+    """Nothing that PyTorch would look into."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
 
 
 class Positions(nn.Module):
@@ -30,7 +44,11 @@ class Positions(nn.Module):
         if self.how == "parameter":
             return self.weight
         view = self.weight[:ROWS]
-        return {"view": view, "detached": view.detach(), "nested": {"rows": [(view, None)]}}[self.how]
+        if self.how == "attribute":
+            self.kept = view.detach()
+            return None
+        outputs = {"view": view, "detached": view.detach(), "nested": {"rows": [(view, None)]}}
+        return (outputs | {"dataclass": Rows(view), "object": Kept(view.detach()), "iterator": iter([view])})[self.how]
 
 
 class Positioned(nn.Module):
@@ -45,6 +63,10 @@ class Positioned(nn.Module):
         rows = self.positions()
         if isinstance(rows, dict):
             rows = rows["rows"][0][0]
+        elif isinstance(rows, Iterator):
+            rows = next(rows)
+        elif not isinstance(rows, torch.Tensor):
+            rows = self.positions.kept if rows is None else rows.rows
         assert isinstance(rows, torch.Tensor)
         for block in self.blocks:
             x = block(x)
@@ -55,7 +77,9 @@ class Positioned(nn.Module):
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("how", ["view", "detached", "nested", "parameter"])
+@pytest.mark.parametrize(
+    "how", ["view", "detached", "nested", "parameter", "dataclass", "object", "iterator", "attribute"]
+)
 def test_views_of_weights_outlive_their_unit(how: str, tier: str, tmp_path: Path) -> None:
     case = Case(lambda: Positioned(how), regression, (Block, Positions))
     assert_close(train_sharded(case, config(tmp_path, tier, tiers={"prefetch": 0})), train_plain(case))
@@ -134,3 +158,33 @@ def test_an_accepted_plan_has_room_for_any_order(prefetch: int, tmp_path: Path) 
             with torch.no_grad():
                 model(torch.arange(5), route)
             tz.full_state_dict(model)
+
+
+def test_views_that_are_kept_hold_their_memory_until_they_are_gone(tmp_path: Path) -> None:
+    """Across an update too, where they stay what they were."""
+    case = Case(lambda: Positioned("attribute"), regression, (Block, Positions))
+    with sharded(built(case), config(tmp_path, tiers={"prefetch": 0}), case.units) as model:
+        optimizer = tz.AdamW(model.parameters(), lr=1e-2)
+        kept, wanted = [], []
+        for step in range(3):
+            wanted.append(tz.read_state(model.positions.weight, "weight")[:ROWS])
+            regression(model, step, 0).backward()
+            kept.append(model.positions.kept)
+            optimizer.step()
+            optimizer.zero_grad()
+        for have, want in zip(kept, wanted, strict=True):
+            assert torch.equal(have, want)
+        del model.positions.kept, kept, have
+        for step in range(3):
+            regression(model, step, 0).backward()
+            model.positions.kept = None
+            optimizer.zero_grad()
+        arena = running(model).pools["arena"]
+        assert arena.peak <= arena.capacity
+        for unit in running(model).units:
+            running(model).pager.forget(unit)
+        model.positions.how = "view"
+        model(vectors(0, 0))
+        for unit in running(model).units:
+            running(model).pager.forget(unit)
+        assert arena.used == 0

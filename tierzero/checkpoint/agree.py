@@ -22,7 +22,7 @@ def together(runtime: Runtime, folder: Path, task: str, work: Callable[[], None]
         failure = error
     failed = failure is not None
     if runtime.collectives is not None:
-        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)]))[0])
+        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)], device="cpu"))[0])
     if isinstance(failure, CheckpointError | ConfigError):
         raise failure
     if failure is not None:

@@ -205,8 +205,8 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _add_parameter(data: _Data, name: str, fmt: StateFormat, start: int, values: torch.Tensor) -> None:
-    weight = torch.empty(values.numel(), dtype=fmt.weight_dtype)
-    parts = {part.name: torch.empty(values.numel(), dtype=part.dtype) for part in _written(fmt)}
+    weight = torch.empty(values.numel(), dtype=fmt.weight_dtype, device="cpu")
+    parts = {part.name: torch.empty(values.numel(), dtype=part.dtype, device="cpu") for part in _written(fmt)}
     master = values.float()
     store_master(fmt, master, weight, parts)
     if fmt.name == "fp16" and bool((weight.isinf() & master.isfinite()).any()):

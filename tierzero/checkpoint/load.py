@@ -198,7 +198,7 @@ async def _load_next(runtime: Runtime, stream: ExtentStream, tiles: Iterator[tup
 def _load_buffers(model: nn.Module, reader: CheckpointReader) -> None:
     for name, buffer in persistent_buffers(model):
         if (name, "buffer") in reader.by_segment:
-            flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
+            flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device="cpu")
             reader.read(name, "buffer", 0, flat)
             with torch.no_grad():
                 buffer.copy_(flat.view(buffer.shape))

@@ -114,7 +114,7 @@ class SafetensorsSource(SafetensorsFolder):
         that cannot be read or was cut meanwhile.
         """
         entry = self.entries[name]
-        values = torch.empty(stop - start, dtype=entry.dtype)
+        values = torch.empty(stop - start, dtype=entry.dtype, device="cpu")
         if not values.numel():
             return values
         offset = entry.offset + start * entry.dtype.itemsize

@@ -149,7 +149,7 @@ class CheckpointTensors:
         return written
 
     def _segment(self, tensor: ExportTensor, segment: str, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        values = torch.empty(stop - start, dtype=dtype)
+        values = torch.empty(stop - start, dtype=dtype, device="cpu")
         if start < stop:
             try:
                 self.reader.read(tensor.name, segment, start, values)

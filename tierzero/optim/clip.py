@@ -30,4 +30,4 @@ def clip_grad_norm_(
     norm = (owner_of(model) if isinstance(model, nn.Module) else owner_of_all(model)).clip(float(max_norm))
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(f"clip_grad_norm_: the gradients' norm is {norm}")
-    return torch.tensor(norm, dtype=torch.float32)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")

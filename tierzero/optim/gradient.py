@@ -60,7 +60,7 @@ def sum_of_squares(x: torch.Tensor, *, threads: int = 1, executor: Executor | No
 
 def warm_up(dst_dtype: torch.dtype, src_dtype: torch.dtype) -> None:
     """Compile what ``accumulate`` and ``sum_of_squares`` need for these dtypes, or load it from the cache."""
-    dst, src = torch.zeros(1, dtype=dst_dtype), torch.zeros(1, dtype=src_dtype)
+    dst, src = torch.zeros(1, dtype=dst_dtype, device="cpu"), torch.zeros(1, dtype=src_dtype, device="cpu")
     accumulate(dst, src, overwrite=True)
     accumulate(dst, src, overwrite=False)
     sum_of_squares(dst)

@@ -124,7 +124,7 @@ def warm_up(fmt: StateFormat, grad_dtype: torch.dtype, hyper: AdamHyper | None =
     from tierzero.optim.loops import Masks
 
     dtypes = (fmt.weight_dtype, *(segment.dtype for segment in fmt.updated), grad_dtype)
-    arrays = (jit.array_type(raw(torch.empty(0, dtype=dtype)).dtype) for dtype in dtypes)
+    arrays = (jit.array_type(raw(torch.empty(0, dtype=dtype, device="cpu")).dtype) for dtype in dtypes)
     masks = types.none if usual else jit.tuple_type(Masks, np.uint32)
     loop = getattr(loops_int8, f"adam_{fmt.name}_int8") if fmt.block > 1 else getattr(loops, f"adam_{fmt.name}")
     scalars = jit.tuple_type(AdamScalars, np.float32)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tierzero.errors import ConfigError
-from tierzero.optim.owner import GroupHyper, OwnedParameter, StepOwner, owned
+from tierzero.optim.owner import GroupHyper, OwnedParameter, StepOwner, owned, require_dropping
 
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -80,7 +80,8 @@ class _Adam(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, wherever they are."""
+        """Drops the gradients, wherever they are. Raises ConfigError with ``set_to_none=False``."""
+        require_dropping(set_to_none)
         self._find_places()
         for owner in self._owners():
             owner.zero_grad(self._owned_by(owner))

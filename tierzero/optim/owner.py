@@ -77,6 +77,17 @@ def owned(parameter: torch.Tensor) -> OwnedParameter | None:
     return found
 
 
+def require_dropping(set_to_none: bool) -> None:
+    """Raises ConfigError for a ``zero_grad`` that is to leave zeros: those would let a parameter step that gets no
+    gradient.
+    """
+    if not set_to_none:
+        raise ConfigError(
+            "zero_grad(set_to_none=False): gradients in the tiers are dropped, not set to zero, and a parameter "
+            "without one does not step; leave set_to_none out"
+        )
+
+
 def owner_of(model: nn.Module) -> StepOwner:
     """The runtime that owns a sharded model's parameters. Raises ConfigError for any other module."""
     for parameter in model.parameters():

@@ -31,7 +31,7 @@ def update_reference(
     """
     check_state(fmt, weight, parts, tuple(segment.name for segment in fmt.updated))
     check_vector("grad", grad, grad.dtype, weight.numel())
-    scale = float(torch.tensor(grad_scale, dtype=torch.float32))
+    scale = float(torch.tensor(grad_scale, dtype=torch.float32, device="cpu"))
     with torch.no_grad():
         for start in range(0, weight.numel(), _CHUNK):
             piece = slice(start, start + _CHUNK)

@@ -46,7 +46,9 @@ def read_states(runtime: Runtime, slots: Sequence[SlotState], kind: StateKind, l
     _require_state(slots, kind)
     offsets = {slot: local_range(slot).start if local else 0 for slot in slots}
     found = {
-        slot: torch.zeros(len(local_range(slot)) if local else slot.slot.numel, dtype=state_dtype(slot.group, kind))
+        slot: torch.zeros(
+            len(local_range(slot)) if local else slot.slot.numel, dtype=state_dtype(slot.group, kind), device="cpu"
+        )
         for slot in slots
     }
 
@@ -129,7 +131,7 @@ def write_states(
     with runtime.engine.unbroken(f"while the {kind} of parameter {slots[0].name!r} was being changed"):
         visit(runtime, wanted, parts, change)
     if runtime.collectives is not None and kind in ("weight", "master"):
-        return bool(runtime.collectives.small_max(torch.tensor([int(changed[0])]))[0])
+        return bool(runtime.collectives.small_max(torch.tensor([int(changed[0])], device="cpu"))[0])
     return changed[0] and kind in ("weight", "master")
 
 

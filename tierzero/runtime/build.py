@@ -25,14 +25,15 @@ from tierzero.planner.shape import Budgets, MemoryPlan, TileHomes
 from tierzero.runtime.budgets import Share, agreed, budgets_here
 from tierzero.runtime.contents import parameters_in, state_in
 from tierzero.runtime.device import Device, choose_device
-from tierzero.runtime.draft import DTYPES, Draft, draft
+from tierzero.runtime.draft import Draft, draft
 from tierzero.runtime.fill import Init, check_fillable, fill, take_values
 from tierzero.runtime.forward import Recompute, has_forward, install_entry, install_forward, recomputed_alone
 from tierzero.runtime.own_values import check_buffers
 from tierzero.runtime.refusals import install_refusals
 from tierzero.runtime.runtime import Machinery, Runtime
 from tierzero.runtime.sealing import LastingFiles
-from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState, slot_of
+from tierzero.runtime.shardable import check_model
+from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState
 from tierzero.runtime.zeroing import install_zero_grad
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.sharding.units import UnitChoice, dotted_prefixes
@@ -54,7 +55,8 @@ def build_runtime(
     ``share``: the part of the budgets that this model may have. ``device`` and ``poison`` (fill released memory with
     NaN) are for tests.
     """
-    _check_model(model, init)
+    check_model(model)
+    check_fillable(model, init)
     shared = Share.taken_from(config, share)
     config = shared.of_config()
     world = _world(mesh)
@@ -84,25 +86,6 @@ def build_runtime(
         raise
     _install(runtime, model, config, drafted)
     return runtime
-
-
-def _check_model(model: nn.Module, init: Init) -> None:
-    parameters = list(model.parameters())
-    if not parameters:
-        raise ConfigError("shard: the model has no parameters")
-    if any(slot_of(parameter) is not None for parameter in parameters):
-        raise ConfigError("shard: the model is sharded already")
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            raise ConfigError(f"shard: parameter {name!r} has a gradient; call model.zero_grad() before tierzero.shard")
-        if parameter.dtype.is_complex:
-            raise ConfigError(f"shard: parameter {name!r} is {parameter.dtype}; complex parameters are not supported")
-        if parameter.requires_grad and parameter.dtype not in DTYPES.values():
-            raise ConfigError(
-                f"shard: parameter {name!r} is {parameter.dtype} and trainable; use bfloat16, float16 or float32, or "
-                f"freeze it"
-            )
-    check_fillable(model, init)
 
 
 def _world(mesh: DeviceMesh | None) -> World:

@@ -24,7 +24,9 @@ from tierzero.activations.segments import input_was_changed, version_of
 from tierzero.errors import ConfigError, NotResidentError
 from tierzero.runtime.paged import PagedParameter
 from tierzero.runtime.pager import Pager
+from tierzero.runtime.refusals import refuse_tracing
 from tierzero.runtime.state import Gathered, GroupState, SlotState, UnitState, slot_of
+from tierzero.runtime.transforms import beneath_transforms, outside_transforms, require_hooks
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -107,7 +109,7 @@ class SavedWeights:
             return None if slot is None else ParameterHandle(slot, slot.group.version)
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
-        if tensor.numel() == 0:  # has no address, and no values to lose
+        if tensor.numel() == 0 or tensor._is_zerotensor():  # has no address, and no values to lose
             return None
         storage = tensor.untyped_storage().data_ptr()
         gathered = self._pager.find(storage)
@@ -121,11 +123,13 @@ class SavedWeights:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, WeightHandle):
-            return self._resolve(packed)
+            with outside_transforms():
+                return self._resolve(packed)
         if isinstance(packed, ParameterHandle):
-            whole = self._whole(packed.slot.group, packed.version)
-            # A copy: one function may have saved parameters of more units than stay gathered at once.
-            return whole.parameter_values(packed.slot.slot).clone()
+            with outside_transforms():
+                whole = self._whole(packed.slot.group, packed.version)
+                # A copy: one function may have saved parameters of more units than stay gathered at once.
+                return whole.parameter_values(packed.slot.slot).clone()
         if isinstance(packed, _Outer):
             result: torch.Tensor = packed.unpack(packed.packed)
             return result
@@ -155,7 +159,8 @@ class SavedWeights:
             )
         if self._pager.timeline.on:
             self._pager.timeline.in_backward(group.unit.index)
-        return self._pager.demand(group.unit)[group.index]
+        with group.unit.runtime.turn():
+            return self._pager.demand(group.unit)[group.index]
 
 
 @contextmanager
@@ -180,8 +185,13 @@ def unit_in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
 
 @contextmanager
 def _in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
+    refuse_tracing()
     runtime.check_use()
-    gathered = runtime.pager.demand(unit)
+    recorded = torch.is_grad_enabled()
+    if recorded:
+        require_hooks(unit.title)
+    with outside_transforms():
+        gathered = runtime.pager.demand(unit)
     lent: list[_Lent] = []
     around = unit.active
     timeline = runtime.timeline
@@ -189,8 +199,9 @@ def _in_use(runtime: Runtime, unit: UnitState) -> Iterator[None]:
     try:
         unit.active = around + 1
         if around == 0:
-            _make_resident(runtime, unit, gathered, lent)
-        if torch.is_grad_enabled():
+            with outside_transforms():
+                _make_resident(runtime, unit, gathered, lent)
+        if recorded:
             with runtime.saved_weights.active():
                 yield
         else:
@@ -216,28 +227,30 @@ class _Lent:
 @torch.inference_mode(False)
 def _make_resident(runtime: Runtime, unit: UnitState, gathered: list[Gathered], lent: list[_Lent]) -> None:
     for group, whole in zip(unit.groups, gathered, strict=True):
+        flat = whole.lend()
         for slot in group.slots:
             if slot not in runtime.held_open:
-                values = whole.parameter_values(slot.slot)
+                values = whole.parameter_values(slot.slot, flat)
                 slot.make_resident(values)
                 lent.append(_Lent(slot, values.data_ptr(), slot.parameter._version))
 
 
 def _put_away(runtime: Runtime, unit: UnitState) -> None:
     slots = [slot for slot in unit.all_slots() if slot not in runtime.held_open]
-    try:
-        for slot in slots:
-            slot.put_away()
-    except BaseException:  # an interrupt: none may be left over memory that is used again
-        for slot in slots:
-            slot.put_away()
-        raise
+    with outside_transforms():
+        try:
+            for slot in slots:
+                slot.put_away()
+        except BaseException:  # an interrupt: none may be left over memory that is used again
+            for slot in slots:
+                slot.put_away()
+            raise
 
 
 def _refuse_changes(runtime: Runtime, unit: UnitState, lent: list[_Lent]) -> None:
     for loan in lent:
-        loan.slot.check_frozen()
         parameter = loan.slot.parameter
+        loan.slot.check_frozen()
         if not loan.slot.is_away and (parameter._version != loan.version or parameter.data_ptr() != loan.address):
             runtime.pager.forget(unit)
             raise NotResidentError(
@@ -252,7 +265,8 @@ def _own_outputs(pager: Pager, unit: UnitState, output: Any) -> Any:
     def own(value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.numel() == 0:
             return value
-        gathered = pager.find(value.untyped_storage().data_ptr())
+        memory = beneath_transforms(value)
+        gathered = None if memory._is_zerotensor() else pager.find(memory.untyped_storage().data_ptr())
         return value if gathered is None or gathered.group.unit is not unit else value.clone()
 
     return own(output) if isinstance(output, torch.Tensor) else tree_map(own, output)
@@ -291,11 +305,12 @@ def install_forward(
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if is_root:
-            runtime.enter_root()
-            args, kwargs = runtime.cast_inputs(args, kwargs)
-        with unit_in_use(runtime, unit):
-            return _own_outputs(runtime.pager, unit, inner(*args, **kwargs))
+        with runtime.turn():
+            if is_root:
+                runtime.enter_root()
+                args, kwargs = runtime.cast_inputs(args, kwargs)
+            with unit_in_use(runtime, unit):
+                return _own_outputs(runtime.pager, unit, inner(*args, **kwargs))
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -241,7 +241,7 @@ class Gradients:
         those that got more of it on any rank after the unit was dispatched there.
         """
         slots = [slot for unit in self._units for slot in unit.all_slots() if slot.group.layout.trainable]
-        flags = torch.zeros(len(slots), dtype=torch.int32)
+        flags = torch.zeros(len(slots), dtype=torch.int32, device="cpu")
         for position, slot in enumerate(slots):
             state = self._arrivals[slot.group.unit.index]
             bucket = state.buckets.get(slot.group.index)

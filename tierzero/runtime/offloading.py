@@ -159,7 +159,7 @@ def _on_every_rank(runtime: Runtime, work: Callable[[], None], task: str) -> Non
         failure = error
     failed = failure is not None
     if runtime.collectives is not None:
-        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)]))[0])
+        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)], device="cpu"))[0])
     if failure is not None:
         raise failure
     if failed:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tierzero.empty import give_memory
 from tierzero.errors import ConfigError
 from tierzero.runtime.state import SlotState, UnitState
 from tierzero.sharding.units import dotted_prefixes
@@ -147,10 +148,10 @@ def fill_empty(model: nn.Module, unit: UnitState, init: Filler | None) -> None:
     """
     empty = [slot for slot in unit.all_slots() if slot.parameter.is_meta]
     for slot in empty:
-        real = torch.empty(slot.slot.shape, dtype=slot.parameter.dtype)
+        real = torch.empty(slot.slot.shape, dtype=slot.parameter.dtype, device="cpu")
         if init is not None and real.is_floating_point():
             real.fill_(float("nan"))
-        _exchange(slot.parameter, real)
+        give_memory(slot.parameter, real)
     if init is None:
         _reset(unit, {slot.parameter for slot in empty})
         return
@@ -180,11 +181,7 @@ def _reset(unit: UnitState, mine: set[nn.Parameter]) -> None:
 def empty_again(slots: Iterable[SlotState]) -> None:
     """Gives the parameters' memory back: their values are in the tiers."""
     for slot in slots:
-        _exchange(slot.parameter, torch.empty_like(slot.parameter, device="meta"))
-
-
-def _exchange(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+        give_memory(slot.parameter, torch.empty_like(slot.parameter, device="meta"))
 
 
 def _children_first(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

@@ -16,7 +16,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from tierzero.errors import NotResidentError
+from tierzero.errors import ConfigError, NotResidentError
+from tierzero.runtime.transforms import outside_transforms
 
 # fmt: off
 _METADATA = frozenset((
@@ -24,11 +25,13 @@ _METADATA = frozenset((
     "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_mps",
     "is_xpu", "is_sparse_csr", "is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj",
     "is_neg", "numel", "size", "dim", "nelement", "element_size", "ndimension", "nbytes", "output_nr",
-    "_version", "retains_grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
-    "_backward_hooks", "_post_accumulate_grad_hooks", "__hash__", "__len__", "__dir__", "stride",
-    "is_contiguous", "is_shared", "volatile", "name", "has_names", "is_tensor", "is_same_size", "get_device",
+    "_version", "retains_grad", "register_hook", "retain_grad",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "__hash__", "__len__", "__dir__",
+    "is_shared", "volatile", "name", "has_names", "is_tensor", "is_same_size", "get_device",
     "is_distributed", "_is_view", "_base", "storage_offset", "is_pinned",
 ))
+_LAYOUT = frozenset(("stride", "is_contiguous", "dim_order"))
+"""Answered as for the whole parameter: what stands for it has no memory of that layout."""
 # fmt: on
 _REFUSED = frozenset(
     {
@@ -47,6 +50,8 @@ _REFUSED = frozenset(
 _GRAD = frozenset({"grad", "_grad"})
 _GRADIENT: Any = torch.Tensor.grad
 """The attribute itself, also of a class that has another."""
+_ITSELF = frozenset({"view_as", "expand_as"})
+"""Of a parameter and itself: the way to the node that accumulates its gradient, which is beneath its values."""
 _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
 """Functions that mean the parameter object itself, not its values."""
 
@@ -106,14 +111,28 @@ class PagedParameter(nn.Parameter):
                 return _set_requires_grad(first, bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True))
             if name in _METADATA and kind != "__set__":
                 return func(*args, **kwargs)
+            if name in _LAYOUT and isinstance(first, PagedParameter):
+                return func(torch.empty(first.shape, device="meta"), *args[1:], **kwargs)
             if name == "__repr__":
                 return _describe(first) if isinstance(first, PagedParameter) else func(*args, **kwargs)
+            if name == "register_post_accumulate_grad_hook":
+                refuse_accumulate_hook(_first_paged(args, kwargs)._tierzero.name)
             if name in _REFUSED or kind == "__set__":
                 _refuse(_first_paged(args, kwargs), name)
+            if name in _ITSELF and len(args) == 2 and args[1] is first and isinstance(first, PagedParameter):
+                return page_in(first)
             written = _written(name, args, kwargs)
             if written is not None:
                 _refuse(written, name)
             return func(*_paged_in(args), **{key: _paged_in(value) for key, value in kwargs.items()})
+
+    # PyTorch offers these to no ``__torch_function__``.
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self, "set_")
+
+    def as_subclass(self, cls: Any) -> Any:
+        return page_in(self).as_subclass(cls)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise NotResidentError(
@@ -145,6 +164,9 @@ class GatheredParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         _grad_access(self._tierzero, "__set__", (self, value))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        refuse_accumulate_hook(self._tierzero.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
@@ -205,10 +227,11 @@ def page_in(parameter: PagedParameter) -> torch.Tensor:
     recorded.
     """
     owner = parameter._tierzero
-    if torch.is_grad_enabled() and parameter.requires_grad:
-        full: torch.Tensor = _PageIn.apply(parameter, owner)  # type: ignore[no-untyped-call]
-        return full
-    return owner.fetch_copy()
+    with outside_transforms():
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            full: torch.Tensor = _PageIn.apply(parameter, owner)  # type: ignore[no-untyped-call]
+            return full
+        return owner.fetch_copy()
 
 
 def _grad_access(owner: ParameterOwner, kind: str, args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -234,6 +257,15 @@ def _refuse(parameter: PagedParameter, name: str) -> NoReturn:
     raise NotResidentError(
         f"{name} on parameter {shown!r}: its values are away in the tiers; use `with tierzero.gathered(parameter):` "
         "to read or change them"
+    )
+
+
+def refuse_accumulate_hook(name: str) -> NoReturn:
+    """Of a hook that would look for the gradient after it has gone to the tiers."""
+    raise ConfigError(
+        f"register_post_accumulate_grad_hook on parameter {name!r}: its gradient goes to the tiers as it arrives and "
+        "is not in .grad; use register_hook to see or change it, optimizer.overlap = 'backward' to update in the "
+        "backward"
     )
 
 

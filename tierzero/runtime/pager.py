@@ -95,6 +95,8 @@ class Pager:
         self._demanded = -1
         """The unit that is being demanded: not to be evicted for what is fetched ahead of the next."""
         self._by_storage: dict[int, Gathered] = {}
+        self._outlived: list[Gathered] = []
+        """Dropped, but somebody still reads them."""
         self.trace = AccessTrace()
         self.before_demand: Callable[[], None] = lambda: None
         """Raises where nothing can be fetched now."""
@@ -284,7 +286,17 @@ class Pager:
         while record.reserved:
             self._arena.release(record.reserved.pop())
 
+    def _take_back(self) -> None:
+        """Memory whose last reader is done."""
+        done = [gathered for gathered in self._outlived if not gathered.is_lent]
+        self._outlived = [gathered for gathered in self._outlived if gathered.is_lent]
+        for gathered in done:
+            assert gathered.buffer is not None
+            self._arena.release(gathered.buffer)
+
     def _reserve(self, record: _Record, nbytes: int, unit: UnitState, required: bool) -> bool:
+        if self._outlived:
+            self._take_back()
         while True:
             with held_back():  # or an interrupt would find the buffer with nobody
                 buffer = self._arena.try_allocate(nbytes)
@@ -339,7 +351,9 @@ class Pager:
         with self._engine.whole():
             for gathered in record.gathered:
                 self._by_storage.pop(gathered.flat.untyped_storage().data_ptr(), None)
-                if gathered.buffer is not None:
+                if gathered.is_lent:
+                    self._outlived.append(gathered)
+                elif gathered.buffer is not None:
                     self._arena.release(gathered.buffer)
             record.state, record.gathered = Paging.AWAY, []
 

@@ -9,7 +9,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -124,6 +124,7 @@ class Runtime:
         self.saved_weights.know(self.slots())
         self.held_open: set[SlotState] = set()
         """Parameters that `gathered` keeps resident."""
+        self._turn = threading.RLock()
         self.loss_scale = 1.0
         """What the loss was multiplied with before backward."""
         self.on_step_skipped: Callable[[bool], None] | None = None
@@ -171,6 +172,26 @@ class Runtime:
         """Inside a forward or backward, where all ranks run the same code."""
         return torch._C._current_graph_task_id() != -1 or any(unit.active for unit in self.units)
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """One thread at a time pages weights in and out. Raises ConfigError where another one does, and does not wait
+        for it: it may be waiting for this one.
+
+        A backward on an accelerator runs on PyTorch's own threads, while the one that called it waits.
+        """
+        if torch._C._current_graph_task_id() != -1 and not self.device.is_host:
+            yield
+            return
+        if not self._turn.acquire(blocking=False):
+            raise ConfigError(
+                "a thread uses a sharded model while another one is in its forward; let them take turns, as by a lock "
+                "around the call"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def enter_root(self) -> None:
         """Before the model's forward: raises what failed in the background, and clears what a failed pass left
         behind.
@@ -199,8 +220,9 @@ class Runtime:
         """The parameter's values in a tensor of its own, on the device."""
         self.require_open()
         self.check_use()
-        gathered = self.pager.demand(slot.group.unit)[slot.group.index]
-        return gathered.parameter_values(slot.slot).clone()
+        with self.turn():
+            gathered = self.pager.demand(slot.group.unit)[slot.group.index]
+            return gathered.parameter_values(slot.slot).clone()
 
     # The step.
 
@@ -215,7 +237,7 @@ class Runtime:
         squares = sum(slot.sum_of_squares * slot.clip_factor**2 for slot in self.slots() if slot.has_grad)
         if self.collectives is not None and self.groups()[0].layout.parts > 1:
             with self.stalls.waiting("gather"):
-                total = self.collectives.small_sum(torch.tensor([squares], dtype=torch.float64))
+                total = self.collectives.small_sum(torch.tensor([squares], dtype=torch.float64, device="cpu"))
                 squares = float(total[0]) / self.world.replicas  # which hold the same
         return float(squares**0.5) / self.loss_scale
 
@@ -226,6 +248,7 @@ class Runtime:
         """Fixes the factor that brings the global norm down to ``max_norm``; the update applies it. Returns the norm
         before clipping.
         """
+        _refuse_in_backward("clip_grad_norm_")
         if self.overlap == "backward":
             raise ConfigError(
                 "clip_grad_norm_: optimizer.overlap = 'backward' updates before the norm is known; use 'forward' to "
@@ -234,7 +257,9 @@ class Runtime:
         norm = self.grad_norm()
         # As torch.nn.utils.clip_grad_norm_ does it: the factor is computed and clamped in fp32.
         factor = torch.clamp(
-            torch.tensor(max_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0
+            torch.tensor(max_norm, dtype=torch.float32, device="cpu")
+            / (torch.tensor(norm, dtype=torch.float32, device="cpu") + 1e-6),
+            max=1.0,
         )
         for slot in self.slots():
             if slot.has_grad:
@@ -248,6 +273,7 @@ class Runtime:
         """
         self.require_open()
         self.whole_state.refuse_averages("optimizer.step")
+        _refuse_in_backward("optimizer.step")
         with self.timeline.phase(Kind.OPTIMIZER_STEP):
             return self._step(hyper_of, list(slots))
 
@@ -409,6 +435,14 @@ class Runtime:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError):  # no new thread while the interpreter exits
                 threading.Thread(target=self.close, daemon=True).start()
+
+
+def _refuse_in_backward(call: str) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise ConfigError(
+            f"{call} in a backward, as from a hook: it needs all gradients; call it after the backward "
+            "(optimizer.overlap = 'backward' updates each unit as soon as its gradients are complete)"
+        )
 
 
 def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:

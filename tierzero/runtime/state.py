@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
+from tierzero.empty import give_memory
 from tierzero.errors import ConfigError, NotResidentError
 from tierzero.optim.formats import StateFormat
 from tierzero.optim.hyper import AdamHyper
@@ -93,6 +95,8 @@ class SlotState:
         """What clipping multiplies the stored gradient with."""
         self.spent = False
         """See `tierzero.runtime.anticipation`."""
+        self.observed: weakref.ref[nn.Parameter] | None = None
+        """Lets `torch.utils.swap_tensors` refuse the parameter, whose place in the tiers it would not see."""
 
     @property
     def name(self) -> str:
@@ -109,11 +113,9 @@ class SlotState:
         self.parameter.__class__ = PagedParameter
         with torch._C.DisableTorchFunctionSubclass():
             if self.parameter.is_meta:
-                empty = nn.Parameter(self.away, requires_grad=self.parameter.requires_grad)
-                torch.utils.swap_tensors(self.parameter, empty)
+                give_memory(self.parameter, self.away)
             else:
                 self.parameter.data = self.away
-        self.parameter.__class__ = PagedParameter  # swapping exchanges the classes too
 
     def make_resident(self, values: torch.Tensor, between_steps: bool = False) -> None:
         """Lets the parameter be an ordinary one over ``values`` (true shape and dtype); ``between_steps`` one that
@@ -272,12 +274,13 @@ class Gathered:
 
     def lend(self) -> torch.Tensor:
         """``flat`` for a reader whose end nobody announces: a node of a backward holds a weight while it unpacks its
-        other tensors, for which checkpointing may run, and page in, any number of units. What is returned, and every
-        view of it, has a storage of its own over the same memory, so that it is known when the last is gone.
+        other tensors, for which checkpointing may run, and page in, any number of units; a user's forward may keep a
+        view of its weights anywhere. What is returned, and every view of it, has a storage of its own over the same
+        memory, so that it is known when the last is gone.
         """
-        if self.buffer is None:
+        if self.buffer is None or not self.flat.numel():
             return self.flat
-        alias: torch.Tensor = from_dlpack(torch._C._to_dlpack(self.flat))
+        alias: torch.Tensor = from_dlpack(torch._C._to_dlpack(self.flat.view(torch.uint8))).view(self.flat.dtype)
         self._lent.append(StorageWeakRef(alias.untyped_storage()))
         return alias
 
@@ -286,8 +289,9 @@ class Gathered:
         self._lent = [storage for storage in self._lent if not storage.expired()]
         return bool(self._lent)
 
-    def parameter_values(self, slot: Slot) -> torch.Tensor:
-        return self.flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
+    def parameter_values(self, slot: Slot, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """Out of ``flat``, of which this may have been lent one."""
+        return (self.flat if flat is None else flat).narrow(0, slot.offset, slot.numel).view(slot.shape)
 
 
 @dataclass
@@ -344,6 +348,7 @@ def tile_pieces(group: GroupState, tile: Tile) -> Iterator[Piece]:
 def attach(slot: SlotState) -> None:
     """Makes the parameter know its slot: the one attribute that TierZero puts on a parameter."""
     slot.parameter._tierzero = slot  # type: ignore[attr-defined]
+    slot.observed = weakref.ref(slot.parameter)
 
 
 def slot_of(parameter: torch.Tensor) -> SlotState | None:

@@ -212,8 +212,8 @@ class Collectives:
         return lane.thread.submit(run)
 
     def _check_tag(self, lane: _Lane, unit: int) -> None:
-        tags = torch.empty(self._world.size, dtype=torch.int64)
-        _host_wait(_gather_into(tags, torch.tensor([unit]), lane.tags), lane.thread.given_up)
+        tags = torch.empty(self._world.size, dtype=torch.int64, device="cpu")
+        _host_wait(_gather_into(tags, torch.tensor([unit], device="cpu"), lane.tags), lane.thread.given_up)
         if bool((tags != unit).any()):
             lane.thread.given_up.set()  # what is queued behind would wait for ranks that are elsewhere
             raise RankMismatchError(self._difference(tags.tolist()))
@@ -290,7 +290,7 @@ class Collectives:
         return self._submit(self._gather, _small_tag(values, op == dist.ReduceOp.MAX), reduce).result()
 
     def barrier(self) -> None:
-        self.small_sum(torch.zeros(1))
+        self.small_sum(torch.zeros(1, device="cpu"))
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Rank 0's ``values`` (host memory) on every rank."""

@@ -207,7 +207,7 @@ class MemoryPool:
             return None
         stack = self._cache.get(capacity)
         if not capacity:
-            tensor = torch.empty(0, dtype=torch.uint8)
+            tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         elif stack:
             tensor = stack.pop()
             self.cached -= capacity
