@@ -49,7 +49,9 @@ class _Converted:
     def of(cls, piece: Piece, saved: StateFormat) -> _Converted:
         start = piece.of_parameter.start // saved.block * saved.block
         numel = piece.of_parameter.stop - start
-        parts = {part.name: torch.empty(part.values(numel), dtype=part.dtype) for part in saved.moment_segments}
+        parts = {
+            part.name: torch.empty(part.values(numel), dtype=part.dtype, device="cpu") for part in saved.moment_segments
+        }
         return cls(piece, saved, start, parts)
 
     def store(self, opened: OpenTile) -> None:

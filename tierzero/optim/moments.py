@@ -100,7 +100,7 @@ def _level(code: torch.Tensor) -> torch.Tensor:
 
 def _per(count: int) -> float:
     """1 / count, in fp32; times count it is 1."""
-    return float(torch.tensor(1.0) / count)
+    return float(torch.tensor(1.0, device="cpu") / count)
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
