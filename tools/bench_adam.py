@@ -3,8 +3,8 @@
 
     python tools/bench_adam.py --threads 2
 
-The C++ reference (tools/adam_reference.cpp) takes part where there is a g++; its results must be the kernel's to the
-bit. DeepSpeedCPUAdam takes part where DeepSpeed is installed.
+The C++ reference (tools/adam_reference.cpp) takes part where there is a g++ and the kernel's moments are fp32, as its
+own are; its results must be the kernel's to the bit. DeepSpeedCPUAdam takes part where DeepSpeed is installed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def main() -> None:
     parser.add_argument("--tile", type=int, default=1 << 20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--state-dtype", choices=("fp32", "bf16", "int8"), default="fp32", help="of the kernel's moments"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         library = None
@@ -40,7 +43,12 @@ def main() -> None:
             library = Path(folder) / "adam.so"
             subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(library)], check=True)
         rates, same = measure(
-            numel=options.numel, tile=options.tile, threads=options.threads, rounds=options.rounds, compiled=library
+            numel=options.numel,
+            tile=options.tile,
+            threads=options.threads,
+            rounds=options.rounds,
+            moments=options.state_dtype,
+            compiled=library,
         )
     print("| implementation | Gparam/s | tierzero / it |\n| --- | --- | --- |")
     for row in rates:

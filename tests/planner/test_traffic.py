@@ -32,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"placement": {**NVME, "gradients": "nvme"}, "train": {"micro_batch": 1}},
     "overlap none": {"placement": NVME, "optimizer": {"overlap": "none"}},
     "overlap backward": {"placement": NVME, "optimizer": {"overlap": "backward"}, "train": {"grad_clip": 0}},
+    "bf16 moments": {"placement": NVME, "optimizer": {"state_dtype": "bf16"}},
+    "int8 moments": {"placement": NVME, "optimizer": {"state_dtype": "int8"}},
     "tied": {"placement": NVME, "model": {"tied": True}},
 }
 

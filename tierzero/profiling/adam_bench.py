@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from tierzero.optim.formats import state_format, store_master
+from tierzero.optim.formats import Moments, StateFormat, state_format, store_master
 from tierzero.optim.hyper import AdamHyper
 from tierzero.optim.kernel import update, warm_up
+from tierzero.optim.moments import store_moments
 from tierzero.tiers import HostAllocator, page_round
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True, step=3)
-_FORMAT = state_format(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -32,35 +32,41 @@ class AdamRate:
 
 @dataclass
 class Tiles:
-    """bf16 training state in tiles of ``tile`` elements."""
+    """bf16 training state in tiles of ``tile`` elements: of each the weight, the segments of ``fmt``, the gradient."""
 
+    fmt: StateFormat
     tiles: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     _allocator: HostAllocator = field(default_factory=HostAllocator)
 
     def _take(self, tile: int) -> list[torch.Tensor]:
         """Views of one buffer, as a tile lies in staging memory."""
-        dtypes = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
-        sizes = [page_round(tile * dtype.itemsize) for dtype in dtypes]
+        arrays = [(part.dtype, part.values(tile)) for part in self.fmt.optimizer]
+        arrays = [(torch.bfloat16, tile), *arrays, (torch.bfloat16, tile)]
+        sizes = [page_round(count * dtype.itemsize) for dtype, count in arrays]
         parts = self._allocator.allocate(sum(sizes)).split(sizes)
-        return [part[: tile * dtype.itemsize].view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+        return [part[: count * dtype.itemsize].view(dtype) for part, (dtype, count) in zip(parts, arrays, strict=True)]
 
     @classmethod
-    def drawn(cls, numel: int, tile: int) -> Tiles:
+    def drawn(cls, numel: int, tile: int, moments: Moments = "fp32") -> Tiles:
         generator = torch.Generator().manual_seed(0)
-        found = cls()
+        found = cls(state_format(torch.bfloat16, moments))
         for _ in range(numel // tile):
-            weight, lo, m, v, grad = found._take(tile)
-            store_master(_FORMAT, torch.randn(tile, generator=generator), weight, {"lo": lo})
-            m.copy_(1e-2 * torch.randn(tile, generator=generator))
-            v.copy_(1e-4 * torch.rand(tile, generator=generator))
+            weight, *segments, grad = found._take(tile)
+            parts = found._by_name(segments)
+            store_master(found.fmt, torch.randn(tile, generator=generator), weight, parts)
+            m, v = 1e-2 * torch.randn(tile, generator=generator), 1e-4 * torch.rand(tile, generator=generator)
+            store_moments(found.fmt, m, v, parts)
             grad.copy_(1e-2 * torch.randn(tile, generator=generator))
-            found.tiles.append((weight, lo, m, v, grad))
+            found.tiles.append((weight, *segments, grad))
         return found
+
+    def _by_name(self, segments: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {part.name: values for part, values in zip(self.fmt.optimizer, segments, strict=True)}
 
     def update(self, index: int) -> None:
         """One step of the tile ``index`` by the kernel, on the calling thread."""
-        weight, lo, m, v, grad = self.tiles[index]
-        update(_FORMAT, weight, {"lo": lo, "m": m, "v": v}, grad, HYPER, 0.5)
+        weight, *segments, grad = self.tiles[index]
+        update(self.fmt, weight, self._by_name(segments), grad, HYPER, 0.5)
 
 
 def in_shares(
@@ -76,19 +82,20 @@ def in_shares(
 
 
 def measure(
-    *, numel: int, tile: int, threads: int, rounds: int, compiled: Path | None = None
+    *, numel: int, tile: int, threads: int, rounds: int, moments: Moments = "fp32", compiled: Path | None = None
 ) -> tuple[list[AdamRate], bool | None]:
-    """Ours first, then the function ``adam`` of the shared library ``compiled``, ``torch.optim.AdamW(fused=True)`` on
-    fp32 with the casts that bf16 training needs, and DeepSpeed's where it is installed, with and without those.
+    """Ours first, with ``moments`` stored so, then the function ``adam`` of the shared library ``compiled``,
+    ``torch.optim.AdamW(fused=True)`` on fp32 with the casts that bf16 training needs, and DeepSpeed's where it is
+    installed, with and without those.
 
     Also returns whether the library's results are ours to the bit (None without it).
     """
-    ours, same = Tiles.drawn(numel, tile), None
-    warm_up(_FORMAT, torch.bfloat16)
+    ours, same = Tiles.drawn(numel, tile, moments), None
+    warm_up(ours.fmt, torch.bfloat16)
     count = numel // tile
     with ThreadPoolExecutor(threads) as executor:
         ways = {"tierzero": in_shares(executor, threads, count, ours.update)}
-        if compiled is not None:
+        if compiled is not None and moments == "fp32":
             theirs = Tiles.drawn(numel, tile)
             call = _from_library(compiled, theirs)
             ways["vectorised C++"] = in_shares(executor, threads, count, call)
