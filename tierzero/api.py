@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tierzero.config import Config
 from tierzero.errors import ConfigError
+from tierzero.graphs import out_of_graphs
 from tierzero.runtime.access import persistent_buffers
 from tierzero.runtime.averaging import averages_in_use
 from tierzero.runtime.build import build_runtime
@@ -71,6 +72,7 @@ def averaged(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@out_of_graphs
 def full_state_dict(model: nn.Module, rank0_only: bool = False, only: Sequence[str] = ()) -> dict[str, torch.Tensor]:
     """All parameters and persistent buffers, whole, in host memory, under the model's own names. Every rank must call
     it.
@@ -143,6 +145,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@out_of_graphs
 def offload(model: nn.Module, to: To = "nvme") -> None:
     """Gives the device and host memory of a sharded model back until `reload`: between the phases of a loop, for
     generation by another program, say. Its state goes to files of its own in ``tiers.nvme``, of which as many bytes
@@ -160,6 +163,7 @@ def offload(model: nn.Module, to: To = "nvme") -> None:
     runtime.offloading.offload(runtime, to)
 
 
+@out_of_graphs
 def reload(model: nn.Module) -> None:
     """Brings an offloaded model back, on every rank. Of one that is not offloaded it does nothing.
 

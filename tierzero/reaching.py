@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tierzero.errors import BudgetError, ConfigError
+from tierzero.graphs import out_of_graphs
 from tierzero.runtime.access import StateKind, local_range, read_states, state_dtype, write_states
 from tierzero.runtime.runtime import Runtime
 from tierzero.runtime.state import SlotState, slot_required
@@ -37,19 +38,13 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None
     _check_room(slots)
     opened: list[SlotState] = []
     try:
-        for slot in slots:
-            runtime = slot.owner
-            if slot in runtime.held_open:
-                continue
-            runtime.require_open()
-            slot.make_resident(runtime.full_copy(slot), between_steps=True)
-            runtime.held_open.add(slot)
-            opened.append(slot)
+        _open(slots, opened)
         yield
     finally:
         _write_back(opened)
 
 
+@out_of_graphs
 def _check_room(slots: list[SlotState]) -> None:
     """Raises BudgetError where the copies would be more than what is free. Of little memory the system is not asked."""
     nbytes = sum(slot.slot.numel * slot.group.layout.dtype.itemsize for slot in slots if slot.is_away)
@@ -62,6 +57,19 @@ def _check_room(slots: list[SlotState]) -> None:
         )
 
 
+@out_of_graphs
+def _open(slots: list[SlotState], opened: list[SlotState]) -> None:
+    for slot in slots:
+        runtime = slot.owner
+        if slot in runtime.held_open:
+            continue
+        runtime.require_open()
+        slot.make_resident(runtime.full_copy(slot), between_steps=True)
+        runtime.held_open.add(slot)
+        opened.append(slot)
+
+
+@out_of_graphs
 def _write_back(slots: list[SlotState]) -> None:
     values: dict[SlotState, torch.Tensor] = {}
     for slot in slots:
@@ -113,6 +121,7 @@ def read_state(parameters: torch.Tensor, kind: Kind, local: bool = False) -> tor
 def read_state(parameters: Iterable[torch.Tensor], kind: Kind, local: bool = False) -> list[torch.Tensor]: ...
 
 
+@out_of_graphs
 def read_state(
     parameters: torch.Tensor | Iterable[torch.Tensor], kind: Kind, local: bool = False
 ) -> torch.Tensor | list[torch.Tensor]:
@@ -138,6 +147,7 @@ def read_state(
     return found[slots[0]] if isinstance(parameters, torch.Tensor) else [found[slot] for slot in slots]
 
 
+@out_of_graphs
 def write_state(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     kind: Kind,

@@ -172,8 +172,8 @@ def _mean_over_ranks(loss: torch.Tensor, ranks: int) -> float:
     return total.item() / ranks
 
 
-def train_sharded(case: Case, settings: tz.Config, rank: int = 0, ranks: int = 1) -> Outcome:
-    with sharded(built(case), settings, case.units) as model:
+def train_sharded(case: Case, settings: tz.Config, rank: int = 0, ranks: int = 1, **options: Any) -> Outcome:
+    with sharded(built(case), settings, case.units, **options) as model:
         optimizer = tz.AdamW(model.parameters(), **hyper(case))
         outcome = take_steps(case, model, optimizer, rank, ranks)
         record_state(model, outcome)

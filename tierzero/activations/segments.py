@@ -26,6 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from tierzero.graphs import out_of_graphs
+
 Run = Callable[..., Any]
 
 
@@ -46,6 +48,7 @@ class Segments:
         self._length = length
         self._tail: _Tail | None = None
 
+    @out_of_graphs
     def run(self, position: int, unit: Run, *args: Any, **kwargs: Any) -> Any:
         """``unit(*args, **kwargs)``, with what autograd saves in it replaced."""
         leaves, spec = tree_flatten((args, kwargs))
@@ -235,12 +238,14 @@ class _Segment:
         self._calls.append(call)
         return output
 
+    @out_of_graphs
     def pack(self, tensor: torch.Tensor) -> _Saved:
         saved = _Saved(self, len(self._saved))
         self._saved.append((weakref.ref(saved), tensor.shape, tensor.dtype))
         self._values[saved.number] = tensor.detach()  # a unit may run a backward of its own before it returns
         return saved
 
+    @out_of_graphs
     def unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.number not in self._values:
             self._recompute()

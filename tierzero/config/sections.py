@@ -109,8 +109,10 @@ class TrainSection(Section):
     )
     grad_clip: Annotated[float, real(0, 1e9)] = key(1.0, "Largest global gradient norm; 0 turns clipping off.")
     seed: Annotated[int, whole(0, 2**63 - 1)] = key(0, "Seed of weights, data order, dropout and sampling.")
-    compile: Annotated[bool, choice(False, later=(True,))] = key(
-        False, "Compile the model's blocks; not available in this version."
+    compile: Annotated[bool, flag()] = key(
+        False,
+        "Compile the model's blocks with torch.compile. It needs a C++ compiler, on a GPU Triton too. Changes results "
+        "by rounding, and the first step takes the time of compiling.",
     )
     validation_every: Annotated[int, whole(0, 10**9)] = key(
         0, "Steps between validations; 0 validates at the end only."

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from tierzero.errors import ConfigError
+from tierzero.graphs import out_of_graphs
 from tierzero.optim.owner import owner_of, owner_of_all
 
 
+@out_of_graphs
 def clip_grad_norm_(
     model: nn.Module | Iterable[torch.Tensor], max_norm: float, error_if_nonfinite: bool = False
 ) -> torch.Tensor:

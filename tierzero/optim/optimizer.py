@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tierzero.errors import ConfigError
+from tierzero.graphs import out_of_graphs
 from tierzero.optim.owner import GroupHyper, OwnedParameter, StepOwner, owned, require_dropping
 
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -66,6 +67,7 @@ class _Adam(torch.optim.Optimizer):
         self._find_places()
 
     @torch.no_grad()
+    @out_of_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Fixes this step's update: hyperparameters, clip factor, gradients. The tiles are updated as
         ``optimizer.overlap`` says;
@@ -79,6 +81,7 @@ class _Adam(torch.optim.Optimizer):
             owner.step(self._hyper_of, self._owned_by(owner))
         return loss
 
+    @out_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, wherever they are. Raises ConfigError with ``set_to_none=False``."""
         require_dropping(set_to_none)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tierzero.errors import ConfigError
+from tierzero.graphs import out_of_graphs
 from tierzero.optim.owner import owner_of
 
 
@@ -42,6 +43,7 @@ class LossScaler:
         self.skipped_steps = 0
         self._owner.on_step_skipped = self._after_step
 
+    @out_of_graphs
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the current scale."""
         self._owner.loss_scale = self.scale_value

@@ -6,8 +6,9 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tierzero.activations.segments import Segments, segment_length
 from tierzero.config import Config
 from tierzero.errors import ConfigError
+from tierzero.graphs import out_of_graphs
 from tierzero.optim.average import warm_up as warm_up_average
 from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
@@ -39,6 +41,9 @@ from tierzero.sharding.collectives import Collectives, World
 from tierzero.sharding.units import UnitChoice, dotted_prefixes
 from tierzero.tiers import IoEngine, MemoryPool, StoredObject, Tier, TieredStore
 
+Compiler = Callable[..., Callable[..., Any]]
+"""Makes a compiled forward of a forward and the ``title`` of its module."""
+
 
 def build_runtime(
     model: nn.Module,
@@ -49,11 +54,12 @@ def build_runtime(
     device: Device | None = None,
     poison: bool = False,
     share: float | None = None,
+    backend: str | None = None,
 ) -> Runtime:
     """Shards ``model`` as ``config`` says. Raises ConfigError or BudgetError before anything is allocated.
 
-    ``share``: the part of the budgets that this model may have. ``device`` and ``poison`` (fill released memory with
-    NaN) are for tests.
+    ``share``: the part of the budgets that this model may have. ``device``, ``poison`` (fill released memory with NaN)
+    and ``backend`` (of torch.compile) are for tests.
     """
     check_model(model)
     check_fillable(model, init)
@@ -66,6 +72,7 @@ def build_runtime(
     config = lasting.with_layout(config) if lasting is not None else config
     budgets = agreed(shared.of_free(budgets_here(config, world.local_size, device)), world)
     plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
+    compiler = _compiler(drafted, world, device, backend) if config.train.compile else None
     machinery = _assemble(plan, config, budgets, world, device, drafted, poison, lasting)
     runtime: Runtime | None = None
     try:
@@ -84,8 +91,22 @@ def build_runtime(
         machinery.engine.close()
         machinery.store.close()
         raise
-    _install(runtime, model, config, drafted)
+    _install(runtime, model, config, drafted, compiler)
     return runtime
+
+
+def _compiler(drafted: Draft, world: World, device: Device, backend: str | None) -> Compiler:
+    """What ``train.compile`` compiles blocks with. Raises ConfigError where nothing can be compiled."""
+    from tierzero.runtime import compiling  # which imports PyTorch's compiler
+
+    if not drafted.blocks:
+        raise ConfigError(
+            "train.compile: the model has no blocks, that is units that consist of several layers; name some with "
+            "units=, or set train.compile = false"
+        )
+    backend = backend or compiling.INDUCTOR
+    compiling.check_compiler(world, device.torch_device, backend)
+    return functools.partial(compiling.compiled, backend=backend)
 
 
 def _world(mesh: DeviceMesh | None) -> World:
@@ -259,6 +280,7 @@ def _fill(runtime: Runtime, model: nn.Module, init: Init) -> None:
         sealer.begin()
 
 
+@out_of_graphs
 def _arrived(slot: weakref.ref[SlotState], _: torch.Tensor) -> None:
     """A parameter's hook. It must not own what owns the parameter: Python's collector does not see hooks."""
     found = slot()
@@ -266,7 +288,7 @@ def _arrived(slot: weakref.ref[SlotState], _: torch.Tensor) -> None:
         found.owner.gradients.arrive(found)
 
 
-def _install(runtime: Runtime, model: nn.Module, config: Config, drafted: Draft) -> None:
+def _install(runtime: Runtime, model: nn.Module, config: Config, drafted: Draft, compiler: Compiler | None) -> None:
     for slot in runtime.slots():
         if slot.group.layout.trainable:
             with torch._C.DisableTorchFunctionSubclass():
@@ -288,7 +310,8 @@ def _install(runtime: Runtime, model: nn.Module, config: Config, drafted: Draft)
                 recompute = functools.partial(segments.run, outermost.index(name))
             elif length == 1 and name in blocks:
                 recompute = recomputed_alone
-            install_forward(runtime, unit, module, recompute, config.train.compile and name in blocks)
+            compile_block = functools.partial(compiler, title=name) if compiler and name in blocks else None
+            install_forward(runtime, unit, module, recompute, compile_block)
     _install_entries(runtime, model)
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tierzero.activations.segments import input_was_changed, version_of
 from tierzero.errors import ConfigError, NotResidentError
+from tierzero.graphs import OutOfGraphs, between_graphs, out_of_graphs
 from tierzero.runtime.paged import PagedParameter
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.refusals import refuse_tracing
@@ -95,6 +96,7 @@ class SavedWeights:
     def _is_ours(self, hooks: Any) -> bool:
         return hooks is not None and isinstance(hooks[0], functools.partial) and bool(hooks[0].func == self._pack)
 
+    @out_of_graphs
     def _pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None, tensor: torch.Tensor) -> Any:
         handle = self._handle(tensor)
         if handle is not None:
@@ -121,6 +123,7 @@ class SavedWeights:
             gathered.group, gathered.group.version, tensor.dtype, offset, tensor.size(), tensor.stride()
         )
 
+    @out_of_graphs
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, WeightHandle):
             with outside_transforms():
@@ -259,6 +262,7 @@ def _refuse_changes(runtime: Runtime, unit: UnitState, lent: list[_Lent]) -> Non
             )
 
 
+@out_of_graphs
 def _own_outputs(pager: Pager, unit: UnitState, output: Any) -> Any:
     """Copies of outputs that are views of the unit's weights: its gathered memory is used again after the forward."""
 
@@ -276,6 +280,7 @@ Recompute = Callable[..., Any] | None
 """Runs a unit, given as a function and its arguments, so that little of it is kept for the backward."""
 
 
+@out_of_graphs
 def recomputed_alone(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Keeps only the arguments. Raises RuntimeError where the unit changes one of them."""
     leaves = tree_flatten((args, kwargs))[0]
@@ -295,23 +300,34 @@ def recomputed_alone(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]] | None
+"""Makes a compiled forward of a forward."""
+
+
 def install_forward(
-    runtime: Runtime, unit: UnitState, module: nn.Module, recompute: Recompute, compile_inner: bool
+    runtime: Runtime, unit: UnitState, module: nn.Module, recompute: Recompute, compile_inner: Compile = None
 ) -> None:
-    """Replaces the forward of one of the unit's modules by one that pages the unit in."""
+    """Replaces the forward of one of the unit's modules by one that pages the unit in. A compiler that the user runs
+    over the model sees `forward` and `run` as the ends of its graphs, and what is between them as one of its own.
+    """
     original: Callable[..., Any] = module.forward
-    inner = torch.compile(original) if compile_inner else original
+    inner = original if compile_inner is None else compile_inner(original)
     is_root = module is runtime.model
 
-    @functools.wraps(original)
+    @out_of_graphs
+    def enter_root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        runtime.enter_root()
+        return runtime.cast_inputs(args, kwargs)
+
+    @between_graphs
     def run(*args: Any, **kwargs: Any) -> Any:
-        with runtime.turn():
+        with OutOfGraphs(runtime.turn()):
             if is_root:
-                runtime.enter_root()
-                args, kwargs = runtime.cast_inputs(args, kwargs)
-            with unit_in_use(runtime, unit):
+                args, kwargs = enter_root(args, kwargs)
+            with OutOfGraphs(unit_in_use(runtime, unit)):
                 return _own_outputs(runtime.pager, unit, inner(*args, **kwargs))
 
+    @between_graphs
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if recompute is not None and torch.is_grad_enabled():
@@ -336,13 +352,18 @@ def install_entry(runtime: Runtime, unit: UnitState, module: nn.Module) -> None:
     """
     original: Callable[..., Any] = module.forward
 
+    @out_of_graphs
+    def enter_root() -> None:
+        runtime.enter_root()
+
+    @between_graphs
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if unit.active:
-            with runtime.saved_weights.innermost():
+            with OutOfGraphs(runtime.saved_weights.innermost()):
                 return original(*args, **kwargs)
-        runtime.enter_root()
-        with unit_in_use(runtime, unit):
+        enter_root()
+        with OutOfGraphs(unit_in_use(runtime, unit)):
             return _own_outputs(runtime.pager, unit, original(*args, **kwargs))
 
     module.forward = forward

@@ -15,8 +15,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 
 from tierzero.errors import ConfigError, NotResidentError
+from tierzero.graphs import out_of_graphs
 from tierzero.runtime.transforms import outside_transforms
 
 # fmt: off
@@ -92,6 +94,7 @@ class PagedParameter(nn.Parameter):
     _tierzero: ParameterOwner
 
     @classmethod
+    @out_of_graphs
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -99,6 +102,8 @@ class PagedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if TracingContext.try_get() is not None:
+            _end_graph()
         kwargs = kwargs or {}
         name, kind = _name_and_kind(func)
         with torch._C.DisableTorchFunctionSubclass():
@@ -180,6 +185,15 @@ def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         found: torch.Tensor | None = _GRADIENT.__get__(parameter)
         _GRADIENT.__set__(parameter, None)
     return found
+
+
+def _end_graph() -> NoReturn:
+    """For PyTorch's compiler, which looks at what a graph is going to use: not at values that are away. It then leaves
+    the operation out of its graphs, and running it pages in.
+    """
+    from torch._dynamo.exc import Unsupported
+
+    raise Unsupported("a parameter whose values TierZero keeps in the tiers", "TierZero parameter that is away")
 
 
 def _name_and_kind(func: Callable[..., Any]) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from tierzero.empty import give_memory
 from tierzero.errors import ConfigError, NotResidentError
+from tierzero.graphs import out_of_graphs
 from tierzero.optim.formats import StateFormat
 from tierzero.optim.hyper import AdamHyper
 from tierzero.optim.owner import HyperOf
@@ -139,6 +140,7 @@ class SlotState:
 
     # What PagedParameter asks for.
 
+    @out_of_graphs
     def fetch_copy(self) -> torch.Tensor:
         runtime = self.owner
         if runtime.world.size > 1 and not runtime.in_model_code:

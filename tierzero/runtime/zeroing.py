@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from tierzero.graphs import out_of_graphs
 from tierzero.optim.owner import require_dropping
 from tierzero.runtime.state import slot_of
 
@@ -26,6 +27,7 @@ class _ZeroGrad:
         self._runtime = runtime
         self._module = module
 
+    @out_of_graphs
     def __call__(self, set_to_none: bool = True) -> None:
         require_dropping(set_to_none)
         slots = []

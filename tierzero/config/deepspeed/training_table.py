@@ -189,7 +189,7 @@ _OTHER: tuple[KeyRule, ...] = (
         )
     ),
     section(not_needed("compile", "acts with deepcompile only")),
-    *under("compile", differs("deepcompile", "models are not compiled; it changes speed only", plain=(False,))),
+    *under("compile", differs("deepcompile", "see train.compile; it changes speed only", plain=(False,))),
     section(differs("hybrid_engine", "generate under torch.no_grad with the model as it is")),
     section(differs("pipeline", "there is no pipeline parallelism; a plain nn.Module is sharded"), on=True),
     not_needed("use_data_before_expert_parallelism", "acts with expert parallelism only, which is refused"),
