@@ -1,5 +1,5 @@
 """A run of ten steps with a checkpoint after each, or with durable tiers and each step sealed, which kills itself at a
-given moment: ``FOLDER RANK SIZE MOMENT checkpoints|sealed``.
+given moment: ``FOLDER RANK SIZE MOMENT checkpoints|sealed|averaged`` (sealed, with averages in use between the steps).
 
 Moments are counted over everything that may leave files half done: steps, tiles written, files named, synced, renamed
 and removed. It goes on from the newest checkpoint there is, and writes each step's loss to ``FOLDER/losses-RANK``.
@@ -51,7 +51,8 @@ class Countdown:
         setattr(holder, name, counted)
 
 
-def go_on(run: Run, folder: Path, rank: int, sealed: bool, countdown: Countdown) -> None:
+def go_on(run: Run, folder: Path, rank: int, how: str, countdown: Countdown) -> None:
+    sealed = how != "checkpoints"
     checkpoints = folder / "checkpoints"
     found = all_in(checkpoints)
     if found:
@@ -67,6 +68,9 @@ def go_on(run: Run, folder: Path, rank: int, sealed: bool, countdown: Countdown)
             print(run.step, loss.hex(), file=losses, flush=True)
             if sealed:
                 tz.seal(run.model, run.optimizer, run.extra())
+                if how == "averaged":
+                    with tz.averaged(run.model):
+                        countdown()
                 continue
             run.save(folder_of(checkpoints, run.step), background=run.step % 3 != 0)
             if rank == 0:
@@ -82,9 +86,13 @@ def main(folder: Path, rank: int, size: int, moment: int, how: str) -> None:
         countdown.around(os, name)
     for holder, name in ((saving, "write_json"), (shutil, "rmtree"), (saving.RankWriter, "receive")):
         countdown.around(holder, name)
-    durable = {"checkpoint": {"durable": True, "dir": str(folder / "checkpoints")}} if how == "sealed" else {}
-    with running(config(folder / "nvme", train={"precision": "bf16"}, **durable)) as run:
-        go_on(run, folder, rank, how == "sealed", countdown)
+    sections: dict[str, Any] = {"train": {"precision": "bf16"}}
+    if how != "checkpoints":
+        sections["checkpoint"] = {"durable": True, "dir": str(folder / "checkpoints")}
+    if how == "averaged":
+        sections["optimizer"] = {"ema": 0.5}
+    with running(config(folder / "nvme", **sections)) as run:
+        go_on(run, folder, rank, how, countdown)
         tz.finish_checkpoint(run.model)
     print("moments", moment - countdown.left, flush=True)
     if size > 1:

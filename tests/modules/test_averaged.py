@@ -36,7 +36,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, steps:
 
 
 def averages(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tz.read_state(parameter, "ema") for name, parameter in model.named_parameters()}
+    named = dict(model.named_parameters())
+    return dict(zip(named, tz.read_state(named.values(), "ema"), strict=True))
 
 
 def loss_of(model: nn.Module, case: Case) -> float:
@@ -266,10 +267,10 @@ def as_rank(rank: int, size: int, folder: str, stage: int, placement: dict[str, 
 MEMORY = {"params": "host", "optimizer": "nvme", "gradients": "host"}
 
 
-def test_on_two_ranks_at_every_stage(tmp_path: Path, two_ranks: RankPool) -> None:
+def test_on_two_ranks_whatever_is_sharded(tmp_path: Path, two_ranks: RankPool) -> None:
     found = [
         state
-        for stage, placement in ((3, dict.fromkeys(MEMORY, "nvme")), (1, MEMORY), (0, dict.fromkeys(MEMORY, "host")))
+        for stage, placement in ((3, dict.fromkeys(MEMORY, "nvme")), (1, MEMORY))
         for state in two_ranks.run(as_rank, str(tmp_path), stage, placement)
     ]
     for state in found[1:]:

@@ -186,12 +186,12 @@ def train_plain(model: nn.Module, recipe: Recipe | None = None) -> Result:
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every kind of every parameter's state, by ``name/kind``; averages where there are any."""
     averaged = any(group.fmt is not None and group.fmt.is_averaged for group in running(model).groups())
-    return {
-        f"{name}/{kind}": read_state(parameter, kind)  # type: ignore[arg-type]
-        for name, parameter in model.named_parameters()
-        for kind in (*KINDS, "ema")[: None if averaged else -1]
-        if kind == "weight" or parameter.requires_grad
-    }
+    found: dict[str, torch.Tensor] = {}
+    for kind in (*KINDS, "ema") if averaged else KINDS:
+        named = [(name, p) for name, p in model.named_parameters() if kind == "weight" or p.requires_grad]
+        values = read_state([parameter for _, parameter in named], kind)  # type: ignore[arg-type]
+        found |= {f"{name}/{kind}": value for (name, _), value in zip(named, values, strict=True)}
+    return found
 
 
 def assert_within_budgets(model: nn.Module) -> None:
