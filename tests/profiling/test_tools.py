@@ -15,6 +15,8 @@ import pytest
 from tierzero.errors import ConfigError
 from tierzero.profiling.compare import Row, bound, parse_settings, table
 from tierzero.profiling.memory_cap import run_capped
+from tierzero.profiling.moments import MomentRun
+from tierzero.profiling.moments import table as moments_table
 from tierzero.tiers.drive_rate import mixed_rate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,3 +114,32 @@ def test_the_kernel_is_measured_beside_code_that_gives_the_same_bits() -> None:
     assert done.stdout.splitlines()[2].startswith("| tierzero | ")
     if shutil.which("g++"):
         assert "the same bits" in done.stdout
+
+
+def test_losses_of_moments_are_compared_seed_by_seed() -> None:
+    losses = {
+        ("fp32", 0): 2.0,
+        ("bf16", 0): 2.1,
+        ("int8", 0): 1.9,
+        ("fp32", 1): 3.0,
+        ("bf16", 1): 3.2,
+        ("int8", 1): 3.0,
+    }
+    runs = [MomentRun(name, seed, 16.0 + seed, 0.5, loss) for (name, seed), loss in losses.items()]
+    lines = moments_table(runs)
+    assert lines[3] == "| bf16 | 16.5 | 0.500 | 2.6500 | +0.1500 (+0.2000) |"
+    assert lines[4] == "| int8 | 16.5 | 0.500 | 2.4500 | -0.0500 (-0.1000) |"
+
+
+@pytest.mark.long
+def test_moments_in_fewer_bytes_move_less_and_learn_as_much(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f'[model]\ndim = 128\nlayers = 3\n[train]\nbatch_size = 4\nseq_len = 64\n[tiers]\nnvme = ["{tmp_path}"]\n'
+        '[placement]\nparams = "nvme"\noptimizer = "nvme"\ngradients = "nvme"\n'
+    )
+    done = tool("compare_moments.py", str(config), "--steps", "60", "--margin", "0.06")
+    assert done.returncode == 0, done.stderr + done.stdout
+    moved = [float(line.split("|")[2]) for line in done.stdout.splitlines()[2:]]
+    assert moved[0] - 8.5 < moved[1] < moved[0] - 7.5
+    assert moved[1] - 4.5 < moved[2] < moved[1] - 3.0
