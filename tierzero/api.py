@@ -15,6 +15,7 @@ from tierzero.config import Config
 from tierzero.errors import ConfigError
 from tierzero.graphs import out_of_graphs
 from tierzero.runtime.access import persistent_buffers
+from tierzero.runtime.accounts import peak_tier_bytes, tier_bytes
 from tierzero.runtime.averaging import averages_in_use
 from tierzero.runtime.build import build_runtime
 from tierzero.runtime.fill import Init
@@ -135,8 +136,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     return {
         "parameters": sum(slot.slot.numel for slot in runtime.slots()),
         "state_bytes": sum(runtime.store.bytes_by_tier().values()),
-        "tier_bytes": runtime.tier_bytes(),
-        "peak_tier_bytes": runtime.peak_tier_bytes(),
+        "tier_bytes": tier_bytes(runtime),
+        "peak_tier_bytes": peak_tier_bytes(runtime),
         "placement": placement,
         "prefetch": runtime.plan.prefetch,
         "tile": runtime.plan.tile,

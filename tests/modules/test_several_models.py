@@ -16,6 +16,7 @@ from torch import nn
 
 import tierzero as tz
 from tierzero.api import running
+from tierzero.runtime.accounts import peak_tier_bytes
 
 from ..support.oracle import TIERS, Case, built, config, hyper, sharded
 from ..support.rank_pool import RankPool
@@ -88,7 +89,7 @@ def test_shares_of_the_same_budgets(tmp_path: Path) -> None:
     distilled(teacher, student, tz.AdamW(student.parameters(), **hyper(STUDENT)), [0])
     runtimes = running(student), running(teacher)
     for tier, stated in (("device", 200_000), ("host", 600_000), ("nvme", 1_000_000)):
-        assert 0 < sum(runtime.peak_tier_bytes()[tier] for runtime in runtimes) <= stated
+        assert 0 < sum(peak_tier_bytes(runtime)[tier] for runtime in runtimes) <= stated
         capacities = [sum(p.capacity for p in runtime.pools.values() if p.tier.value == tier) for runtime in runtimes]
         assert sum(capacities) <= stated
     tz.close(teacher)

@@ -268,7 +268,7 @@ def test_an_interrupted_edit_is_never_forgotten(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             edit()
         engine.fault = None
-        with pytest.raises(TierError, match=r"while parameter 'first.weight' was being changed"):
+        with pytest.raises(TierError, match=r"while the weight of parameter 'first.weight' was being changed"):
             regression(model, 0, 0)
 
 

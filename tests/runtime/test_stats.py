@@ -10,6 +10,7 @@ import pytest
 import tierzero as tz
 from tierzero.api import running
 from tierzero.runtime import stats as stats_module
+from tierzero.runtime.accounts import counters
 from tierzero.runtime.stats import RoomClock, Stalls
 
 from ..support.oracle import Case, built, config, hyper, sharded
@@ -89,7 +90,7 @@ def test_traffic_is_what_the_system_counts(tmp_path: Path, tier: object) -> None
         found = []
         for step in range(3):
             runtime.flush()
-            found.append((_of_the_system(), runtime.counters()))
+            found.append((_of_the_system(), counters(runtime)))
             regression(model, step, 0).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -30,9 +30,10 @@ from tierzero.runtime.device import Device, choose_device
 from tierzero.runtime.draft import Draft, draft
 from tierzero.runtime.fill import Init, check_fillable, fill, take_values
 from tierzero.runtime.forward import Recompute, has_forward, install_entry, install_forward, recomputed_alone
+from tierzero.runtime.machinery import Machinery
 from tierzero.runtime.own_values import check_buffers
 from tierzero.runtime.refusals import install_refusals
-from tierzero.runtime.runtime import Machinery, Runtime
+from tierzero.runtime.runtime import Runtime
 from tierzero.runtime.sealing import LastingFiles
 from tierzero.runtime.shardable import check_model
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState

@@ -9,26 +9,25 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from tierzero.errors import ConfigError
 from tierzero.optim.owner import HyperOf
-from tierzero.planner.shape import MemoryPlan
 from tierzero.runtime.access import zero_moments
-from tierzero.runtime.device import Device
+from tierzero.runtime.accounts import counters
 from tierzero.runtime.forward import SavedWeights
 from tierzero.runtime.gradients import Gradients
 from tierzero.runtime.inputs import cast_inputs
+from tierzero.runtime.machinery import Machinery, Unfinished
 from tierzero.runtime.offloading import Offloading
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.pending import PendingUpdates
-from tierzero.runtime.sealing import LastingFiles, Sealer
+from tierzero.runtime.sealing import Sealer
 from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, SlotState, UnitState, slot_of
 from tierzero.runtime.stats import Counters, Stalls
@@ -36,40 +35,6 @@ from tierzero.runtime.tile_io import TileIO
 from tierzero.runtime.timeline import Timeline
 from tierzero.runtime.update import Updater
 from tierzero.runtime.whole_state import WholeState
-from tierzero.sharding.collectives import Collectives, World
-from tierzero.tiers import IoEngine, MemoryPool, Tier, TieredStore
-
-Overlap = Literal["forward", "backward", "none"]
-
-
-class Unfinished(Protocol):
-    """Work that goes on beside the training."""
-
-    def end(self) -> None:
-        """Finishes it or gives it up, without waiting for other ranks; raises nothing."""
-
-
-@dataclass(frozen=True)
-class Machinery:
-    """What a runtime is assembled from; made by `tierzero.runtime.build`."""
-
-    world: World
-    device: Device
-    plan: MemoryPlan
-    engine: IoEngine
-    store: TieredStore
-    pools: Mapping[str, MemoryPool]
-    """Memory pools by role: device, host, arena, buckets."""
-    collectives: Collectives | None
-    overlap: Overlap
-    input_dtype: torch.dtype | None
-    kept: frozenset[int] = frozenset()
-    """Units that stay gathered from the forward to the update."""
-    lasting: LastingFiles | None = None
-    host_limit: int | None = None
-    """The budget of this rank's host memory, in bytes, if there is one."""
-    ema: float = 0.0
-    """Decay of the averages of the weights."""
 
 
 class Runtime:
@@ -207,7 +172,7 @@ class Runtime:
             self.pager.trace.begin_forward(torch.is_grad_enabled())
         if self._between_steps and torch.is_grad_enabled():
             # Bytes are counted from step to step, as the next one's reads begin early; time is the step's own.
-            self._step_began, self._between_steps = self.counters(), False
+            self._step_began, self._between_steps = counters(self), False
             if self.timeline.on:
                 self.timeline.begin_step()
 
@@ -313,7 +278,7 @@ class Runtime:
             self.flush()
         else:
             self.pager.prefetch()
-        now = self.counters()
+        now = counters(self)
         self.last_step, self._step_start = now.since(self._step_start, self._step_began), now
         self._between_steps = True
         if self.timeline.on:
@@ -358,32 +323,11 @@ class Runtime:
         for unit in self.units:
             self.pager.forget(unit)
 
-    # Bookkeeping.
+    # Its life.
 
-    def counters(self) -> Counters:
-        comm = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-        if self.collectives is not None:
-            moved = self.collectives.bytes
-            comm = {
-                "all_gather": moved.all_gather,
-                "reduce_scatter": moved.reduce_scatter,
-                "all_reduce": moved.all_reduce,
-            }
-        return Counters(self.engine.read_bytes, self.engine.write_bytes, comm, dict(self.stalls.seconds))
-
-    def tier_bytes(self) -> dict[str, int]:
-        """Bytes in use now: state, gathered units, gradients on their way and staging."""
-        device = sum(self.pools[name].used for name in ("device", "arena", "buckets"))
-        copies = self.offloading.bytes_of_copies()
-        return {
-            "device": device,
-            "host": self.pools["host"].used + copies.get("host", 0),
-            "nvme": self.store.bytes_by_tier()[Tier.NVME] + copies.get("nvme", 0),
-        }
-
-    def peak_tier_bytes(self) -> dict[str, int]:
-        device = sum(self.pools[name].peak for name in ("device", "arena", "buckets"))
-        return {"device": device, "host": self.pools["host"].peak, "nvme": self.store.bytes_by_tier()[Tier.NVME]}
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def is_open(self) -> bool:
@@ -400,10 +344,6 @@ class Runtime:
             self.offloading.check()
         if whole:
             self.whole_state.check()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     def close(self) -> None:
         """Ends the background work and gives memory and files back. The model cannot be used afterwards."""

@@ -1,0 +1,48 @@
+"""What a runtime has moved, and what it holds now and held at most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierzero.runtime.stats import Counters
+from tierzero.tiers import Tier
+
+if TYPE_CHECKING:
+    from tierzero.runtime.runtime import Runtime
+
+_DEVICE = ("device", "arena", "buckets")
+"""The pools of device memory."""
+
+
+def counters(runtime: Runtime) -> Counters:
+    """Totals since the model was sharded."""
+    comm = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    if runtime.collectives is not None:
+        moved = runtime.collectives.bytes
+        comm = {
+            "all_gather": moved.all_gather,
+            "reduce_scatter": moved.reduce_scatter,
+            "all_reduce": moved.all_reduce,
+        }
+    engine = runtime.engine
+    return Counters(engine.read_bytes, engine.write_bytes, comm, dict(runtime.stalls.seconds))
+
+
+def tier_bytes(runtime: Runtime) -> dict[str, int]:
+    """Bytes in use now: state, gathered units, gradients on their way and staging."""
+    pools, copies = runtime.pools, runtime.offloading.bytes_of_copies()
+    return {
+        "device": sum(pools[name].used for name in _DEVICE),
+        "host": pools["host"].used + copies.get("host", 0),
+        "nvme": runtime.store.bytes_by_tier()[Tier.NVME] + copies.get("nvme", 0),
+    }
+
+
+def peak_tier_bytes(runtime: Runtime) -> dict[str, int]:
+    """Most bytes in use at once."""
+    pools = runtime.pools
+    return {
+        "device": sum(pools[name].peak for name in _DEVICE),
+        "host": pools["host"].peak,
+        "nvme": runtime.store.bytes_by_tier()[Tier.NVME],
+    }
