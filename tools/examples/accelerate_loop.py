@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """A loop with Hugging Face Accelerate.
-
-python tools/examples/accelerate_loop.py, or torchrun --nproc-per-node 2 tools/examples/accelerate_loop.py
-"""
+python tools/examples/accelerate_loop.py, or torchrun --nproc-per-node 2 tools/examples/accelerate_loop.py"""
 
 import tempfile
 

@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """A loop with Lightning Fabric.
-
-python tools/examples/fabric_loop.py, or torchrun --nproc-per-node 2 tools/examples/fabric_loop.py
-"""
+python tools/examples/fabric_loop.py, or torchrun --nproc-per-node 2 tools/examples/fabric_loop.py"""
 
 import os
 import tempfile
@@ -27,8 +25,7 @@ def train(folder: str, steps: int = 20, precision: str = "bf16") -> list[float]:
     losses = []
     for _ in range(steps):
         for _ in range(2):  # accumulated
-            loss = loss_of(model, next(loader))
-            fabric.backward(loss / 2)
+            fabric.backward((loss := loss_of(model, next(loader))) / 2)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()

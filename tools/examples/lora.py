@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """LoRA with PEFT: the frozen base on NVMe, adapters, their gradients and optimizer state where the device computes.
-
-python tools/examples/lora.py, or torchrun --nproc-per-node 2 tools/examples/lora.py
-"""
+python tools/examples/lora.py, or torchrun --nproc-per-node 2 tools/examples/lora.py"""
 
 import tempfile
 

@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """A loop of your own, in plain PyTorch.
-
-python tools/examples/plain_loop.py, or torchrun --nproc-per-node 2 tools/examples/plain_loop.py
-"""
+python tools/examples/plain_loop.py, or torchrun --nproc-per-node 2 tools/examples/plain_loop.py"""
 
 import tempfile
 

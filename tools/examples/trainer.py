@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """The Trainer of Hugging Face Transformers.
-
-python tools/examples/trainer.py, or torchrun --nproc-per-node 2 tools/examples/trainer.py
-"""
+python tools/examples/trainer.py, or torchrun --nproc-per-node 2 tools/examples/trainer.py"""
 
 import tempfile
 
