@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
 
 from tierzero.errors import BudgetError, ConfigError
 from tierzero.graphs import out_of_graphs
-from tierzero.runtime.access import StateKind, local_range, read_states, state_dtype, write_states
+from tierzero.runtime.access import StateKind, local_range, read_states, write_states
+from tierzero.runtime.asked import Kind, agree, agreeing, as_array, checked_slots, given_values, slots_of
 from tierzero.runtime.runtime import Runtime
 from tierzero.runtime.state import SlotState, slot_required
 from tierzero.tiers.free_memory import available_bytes
 
 _WORTH_ASKING = 64 * 2**20
-Kind = StateKind | Literal["step"]
-"""What the functions here name: arrays of the state, and the count of a parameter's updates."""
 
 
 @contextmanager
@@ -34,7 +33,7 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None
     """
     if isinstance(parameters, nn.Module):
         raise ConfigError("gathered: takes parameters, a few at a time, not a module; such as module.weight")
-    slots = list(dict.fromkeys(_slots(parameters)))
+    slots = list(dict.fromkeys(slots_of(parameters)))
     _check_room(slots)
     opened: list[SlotState] = []
     try:
@@ -118,13 +117,13 @@ def read_state(parameters: torch.Tensor, kind: Kind, local: bool = False) -> tor
 
 
 @overload
-def read_state(parameters: Iterable[torch.Tensor], kind: Kind, local: bool = False) -> list[torch.Tensor]: ...
+def read_state(parameters: Iterable[torch.Tensor], kind: Kind, local: bool = False) -> list[Any]: ...
 
 
 @out_of_graphs
 def read_state(
     parameters: torch.Tensor | Iterable[torch.Tensor], kind: Kind, local: bool = False
-) -> torch.Tensor | list[torch.Tensor]:
+) -> torch.Tensor | list[Any]:
     """One kind of a parameter's state in host memory: "weight", "master", "m", "v", "ema", "gradient" or "step".
     Of several parameters, a list, for which every tile is read once. Every rank must call it with the same parameters.
 
@@ -133,18 +132,27 @@ def read_state(
     (the average that ``optimizer.ema`` keeps) are fp32, "step", the number of the parameter's updates, is an int64
     scalar. A gradient is as ``.grad`` would be: clipped, once it was, and times the loss scale where there is one.
 
-    Raises ConfigError for a tensor that is not a sharded parameter, for another ``kind``, and for a gradient that is
-    not there (none has come since it was last dropped), ValueError for what a frozen parameter does not have.
+    Raises ConfigError for a tensor that is not a sharded parameter, for another ``kind``, for what a frozen parameter
+    does not have, and for a gradient that is not there (none has come since it was last dropped); in a list it is None.
+    Raises RankMismatchError where ranks ask for different things.
     """
-    slots = _checked("read_state", parameters, kind)
-    if kind == "step":
-        found = {slot: torch.tensor(slot.step, device="cpu") for slot in slots}
-    else:
-        found = {}
-        for runtime, own in _by_model(slots).items():
-            runtime.flush_to_read()
-            found.update(zip(own, read_states(runtime, own, kind, local), strict=True))
-    return found[slots[0]] if isinstance(parameters, torch.Tensor) else [found[slot] for slot in slots]
+    slots = checked_slots("read_state", parameters, kind)
+    alone = isinstance(parameters, torch.Tensor)
+    there = [slot for slot in slots if kind != "gradient" or slot.has_grad]
+    if alone and not there:
+        raise ConfigError(
+            f"read_state: parameter {slots[0].name!r} has no gradient now; read it between backward and step"
+        )
+    found: dict[SlotState, torch.Tensor] = {}
+    for runtime, own in _by_model(there).items():
+        if not local:
+            agree(runtime, "read_state", kind, own)
+        if kind == "step":
+            found.update((slot, torch.tensor(slot.step, device="cpu")) for slot in own)
+            continue
+        runtime.flush_to_read()
+        found.update(zip(own, read_states(runtime, own, kind, local), strict=True))
+    return found[slots[0]] if alone else [found.get(slot) for slot in slots]
 
 
 @out_of_graphs
@@ -162,24 +170,27 @@ def write_state(
     in the norm, and is there for the next step also where none had come. Moments and averages do not change what the
     weights are; before a parameter's first update its average follows what is written to weight or master.
 
-    Raises as `read_state`, and ConfigError for values of another shape, before anything is changed.
+    Raises as `read_state`, and ConfigError for values of another shape or that the kind cannot have, before anything is
+    changed on any rank.
     """
-    slots = _checked("write_state", parameters, kind)
-    given = [values] if isinstance(parameters, torch.Tensor) else list(cast("Sequence[Any]", values))
-    if len(given) != len(slots):
-        raise ConfigError(f"write_state: {len(slots)} parameters, but values for {len(given)}")
+    slots = checked_slots("write_state", parameters, kind)
+    given = given_values(parameters, values, len(slots))
     if len(set(slots)) != len(slots):
         raise ConfigError("write_state: a parameter is given twice; tied parameters are one")
-    for slot in slots:
-        _check_writable(slot)
-    if kind == "step":
-        for slot, step in [(slot, _step_count(slot, value)) for slot, value in zip(slots, given, strict=True)]:
-            slot.step = step
-        return
-    arrays = {slot: _array(slot, kind, value, local) for slot, value in zip(slots, given, strict=True)}
-    for runtime, own in _by_model(slots).items():
+    value_of = dict(zip(slots, given, strict=True))
+    arrays: dict[SlotState, torch.Tensor] = {}
+    by_model = _by_model(slots)
+    for runtime, own in by_model.items():
+        with agreeing(runtime, "write_state", kind, own, local) as said:
+            arrays.update((slot, as_array(slot, kind, value_of[slot], local)) for slot in own)
+            said.extend(arrays[slot] for slot in own if not local)
+    for runtime, own in by_model.items():
         runtime.flush_to_read()
-        _write(runtime, own, kind, [arrays[slot] for slot in own], local)
+        if kind == "step":
+            for slot in own:
+                slot.step = int(arrays[slot])
+        else:
+            _write(runtime, own, kind, [arrays[slot] for slot in own], local)
 
 
 def local_elements(parameter: torch.Tensor) -> range:
@@ -189,57 +200,9 @@ def local_elements(parameter: torch.Tensor) -> range:
     return local_range(slot_required(parameter))
 
 
-def _checked(call: str, parameters: torch.Tensor | Iterable[torch.Tensor], kind: Kind) -> list[SlotState]:
-    kinds = (*get_args(StateKind), "step")
-    if kind not in kinds:
-        raise ConfigError(f"{call}: kind is {kind!r}; use one of {', '.join(map(repr, kinds))}")
-    if isinstance(parameters, nn.Module):
-        raise ConfigError(f"{call}: takes parameters, one or several, not a module; such as module.weight")
-    slots = _slots(parameters)
-    for slot in slots:
-        slot.owner.require_open()
-        if call == "write_state" or kind in ("master", "ema"):
-            slot.owner.whole_state.refuse_averages(f"{call}: {kind!r}")
-        if slot in slot.owner.held_open and kind in ("weight", "master"):
-            raise ConfigError(f"{call}: parameter {slot.name!r} is open in tierzero.gathered; read and change it there")
-        if kind == "gradient" and call == "read_state" and slot.group.fmt is not None and not slot.has_grad:
-            raise ConfigError(f"{call}: parameter {slot.name!r} has no gradient now; read it between backward and step")
-    return slots
-
-
-def _check_writable(slot: SlotState) -> None:
-    if slot.owner.in_model_code:
-        raise ConfigError(
-            f"write_state: parameter {slot.name!r} is in a forward or backward now; write its state between them"
-        )
-
-
-def _step_count(slot: SlotState, value: Any) -> int:
-    step = int(value)
-    if step != value or step < 0:
-        raise ConfigError(f"write_state: step of {slot.name!r} is {value}; use a count of updates, 0 or more")
-    return step
-
-
-def _array(slot: SlotState, kind: StateKind, value: Any, local: bool) -> torch.Tensor:
-    shape = torch.Size([len(local_range(slot))]) if local else slot.slot.shape
-    if not isinstance(value, torch.Tensor):
-        return torch.full(shape, value, dtype=state_dtype(slot.group, kind), device="cpu")
-    if value.shape != shape:
-        raise ConfigError(
-            f"write_state: {kind} of {slot.name!r} is of shape {tuple(shape)}"
-            f"{' (the elements on this rank)' if local else ''}, the values are of {tuple(value.shape)}"
-        )
-    return value.detach().cpu()
-
-
 def _by_model(slots: Sequence[SlotState]) -> dict[Runtime, list[SlotState]]:
     """Each once, in their order."""
     found: dict[Runtime, list[SlotState]] = {}
     for slot in dict.fromkeys(slots):
         found.setdefault(slot.owner, []).append(slot)
     return found
-
-
-def _slots(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[SlotState]:
-    return [slot_required(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)]

@@ -68,18 +68,8 @@ class Sharded:
         self.saves = 0
 
     def read(self, kind: str) -> Log:
-        parameters = [
-            parameter for parameter in self.model.parameters() if kind != "gradient" or self.has_gradient(parameter)
-        ]
-        return tz.read_state(parameters, kind)  # type: ignore[arg-type]
-
-    @staticmethod
-    def has_gradient(parameter: torch.Tensor) -> bool:
-        try:
-            tz.read_state(parameter, "gradient")
-        except tz.ConfigError:
-            return False
-        return True
+        found = tz.read_state(self.model.parameters(), kind)  # type: ignore[call-overload]
+        return [value for value in found if value is not None]
 
     def write(self, name: str, kind: str, value: torch.Tensor) -> None:
         tz.write_state(self.model.get_parameter(name), kind, value)  # type: ignore[arg-type]

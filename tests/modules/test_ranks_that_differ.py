@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -324,3 +325,17 @@ def partly_frozen_as_rank(rank: int, size: int, nvme: str) -> None:
 
 def test_partly_frozen_units_with_updates_in_the_backward(tmp_path: Path, two_ranks: RankPool) -> None:
     two_ranks.run(partly_frozen_as_rank, str(tmp_path))
+
+
+def differently_configured(rank: int, size: int, nvme: str) -> str:
+    settings = config(Path(nvme), "host", optimizer={"state_dtype": "int8" if rank else "bf16"})
+    with pytest.raises(tz.RankMismatchError) as caught:
+        tz.shard(Stack(), settings, (Block,))
+    return str(caught.value)
+
+
+def test_ranks_with_different_configurations_are_told_the_key(tmp_path: Path, two_ranks: RankPool) -> None:
+    for message in two_ranks.run(differently_configured, str(tmp_path)):
+        assert message == (
+            "shard: optimizer.state_dtype is 'bf16' on rank 0 and 'int8' on rank 1; all ranks need the same"
+        )

@@ -179,12 +179,21 @@ def test_refusals(tmp_path: Path) -> None:
             (lambda: tz.write_state(model, "weight", 0.0), "not a module"),
             (lambda: tz.write_state(torch.zeros(1), "weight", 0.0), "not a parameter of a model"),
             (lambda: tz.write_state(weight, "step", -1), "step of 'first.weight' is -1"),
+            (lambda: tz.write_state(fixed, "step", 4), "'last.weight' is frozen: it has no step count"),
+            (lambda: tz.write_state(weight, "step", 10**30), "step of 'first.weight' is 1000"),
+            (lambda: tz.write_state(weight, "step", "many"), "step of 'first.weight' is 'many'"),
+            (lambda: tz.write_state(weight, "m", None), "set by a tensor or a number, not None"),
+            (lambda: tz.write_state(weight, "m", torch.zeros(24, 24, dtype=torch.complex64)), "dense real values"),
+            (lambda: tz.write_state([weight], "m", 1.0), "take a list of as many values, not float"),
+            (lambda: tz.write_state(weight, "v", -1.0), "v of 'first.weight' takes finite values of 0 or more"),
+            (lambda: tz.write_state(weight, "m", math.nan), "m of 'first.weight' takes finite values"),
+            (lambda: tz.read_state(None, "m"), "a parameter or several are needed, not NoneType"),
             (lambda: tz.read_state(weight, "gradient"), "has no gradient now"),
         ):
             with pytest.raises(tz.ConfigError, match=pattern):
                 bad()
         for kind in ("m", "gradient", "master"):
-            with pytest.raises(ValueError, match=f"'last.weight' is frozen: it has no {kind}"):
+            with pytest.raises(tz.ConfigError, match=f"'last.weight' is frozen: it has no {kind}"):
                 tz.write_state([weight, fixed], kind, [0.0, 0.0])
         with tz.gathered(weight), pytest.raises(tz.ConfigError, match=r"open in tierzero.gathered"):
             tz.write_state(weight, "weight", 0.0)
@@ -194,3 +203,35 @@ def test_refusals(tmp_path: Path) -> None:
         assert all(map(torch.equal, before, tz.read_state(model.parameters(), "weight")))
         tz.write_state(fixed, "weight", 0.5)
         assert torch.equal(tz.read_state(fixed, "weight"), torch.full((24, 24), 0.5))
+
+
+def mismatched(rank: int, ranks: int, nvme: str) -> None:
+    """Whoever asks for something else than the other rank is told so, and nothing is changed anywhere."""
+    with sharded(built(STACK), config(Path(nvme), "host"), STACK.units) as model:
+        first, last = model.first.weight, model.last.weight
+        before = tz.read_state([first, last], "master")
+        for differing in (
+            lambda: tz.read_state(last if rank else first, "m"),
+            lambda: tz.read_state(first, "m" if rank else "v"),
+            lambda: tz.write_state(first, "step", 50 + rank),
+            lambda: tz.write_state(first, "master", float(rank)),
+            lambda: tz.write_state(first, "master", torch.zeros(3 if rank else 24, 24)),
+        ):
+            with pytest.raises((tz.RankMismatchError, tz.ConfigError)):
+                differing()
+        assert all(map(torch.equal, before, tz.read_state([first, last], "master")))
+        assert tz.read_state(first, "step") == 0
+        with pytest.raises(tz.RankMismatchError):
+            tz.read_state(model.first.bias, "m") if rank else tz.full_state_dict(model)
+
+
+def test_ranks_that_ask_for_different_things(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(mismatched, str(tmp_path))
+
+
+def test_gradients_of_some(tmp_path: Path) -> None:
+    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+        model.first(torch.ones(1, 24)).sum().backward()
+        found = tz.read_state(model.parameters(), "gradient")
+        named = zip(model.named_parameters(), found, strict=True)
+        assert [name for (name, _), value in named if value is not None] == ["first.weight", "first.bias"]

@@ -66,6 +66,7 @@ def save_checkpoint(
     """
     runtime = runtime_of(model)
     runtime.require_open()
+    runtime.refuse_inside_gathered("save_checkpoint")
     runtime.whole_state.refuse_averages("save_checkpoint")
     model = sharded_model(runtime, model)
     with runtime.timeline.phase(Kind.CHECKPOINT):

@@ -41,9 +41,8 @@ def local_range(slot: SlotState) -> range:
 
 def read_states(runtime: Runtime, slots: Sequence[SlotState], kind: StateKind, local: bool) -> list[torch.Tensor]:
     """One kind of state of parameters, in host memory: whole, in their shapes, for which every rank must call it, or
-    this rank's elements, 1-D. Raises ValueError where a parameter has no such state.
+    this rank's elements, 1-D.
     """
-    _require_state(slots, kind)
     offsets = {slot: local_range(slot).start if local else 0 for slot in slots}
     found = {
         slot: torch.zeros(
@@ -105,7 +104,6 @@ def write_states(
     elements). Every rank must call it. Returns whether a weight may have changed on any rank; elements of weights that
     are what they were keep their master to the last bit.
     """
-    _require_state(slots, kind)
     wanted = {
         slot: given.reshape(-1).to(state_dtype(slot.group, kind)) for slot, given in zip(slots, values, strict=True)
     }
@@ -184,10 +182,11 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _require_state(slots: Sequence[SlotState], kind: StateKind) -> None:
+def require_state(slots: Sequence[SlotState], kind: StateKind, called: str = "") -> None:
+    """Raises ConfigError where a parameter has no state of this kind."""
     for slot in slots:
         if slot.group.fmt is None and kind != "weight":
-            raise ValueError(f"parameter {slot.name!r} is frozen: it has no {kind}")
+            raise ConfigError(f"parameter {slot.name!r} is frozen: it has no {called or kind}")
         if kind == "ema" and slot.group.fmt is not None and not slot.group.fmt.is_averaged:
             raise ConfigError(f"parameter {slot.name!r} has no average: set optimizer.ema before the model is sharded")
 
@@ -227,7 +226,8 @@ def _put(opened: OpenTile, kind: StateKind, inside: slice, values: torch.Tensor)
     elif kind == "ema":
         parts[kind].copy_(values)
     else:
-        m, v = load_moments(fmt, parts, values.numel())
+        # They share bytes as int8: one that is no number would keep the other from ever being one again.
+        m, v = (moment.nan_to_num(0.0, 0.0, 0.0) for moment in load_moments(fmt, parts, values.numel()))
         store_moments(fmt, values if kind == "m" else m, values if kind == "v" else v, parts)
     return True
 

@@ -43,8 +43,8 @@ class Share:
         """Raises ConfigError where the open models that share the same budgets leave less."""
         if part is None:
             return cls(config, None)
-        if not 0.0 < part <= 1.0:
-            raise ConfigError(f"shard: share is {part}; use a fraction of the budgets, above 0 and at most 1")
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0.0 < part <= 1.0:
+            raise ConfigError(f"shard: share is {part!r}; use a fraction of the budgets, above 0 and at most 1")
         taken = sum(
             held.part or 0.0 for model, held in _holders.items() if not model.is_closed and held.config == config
         )

@@ -34,6 +34,7 @@ from tierzero.runtime.machinery import Machinery
 from tierzero.runtime.own_values import check_buffers
 from tierzero.runtime.refusals import install_refusals
 from tierzero.runtime.runtime import Runtime
+from tierzero.runtime.same_config import check_same_config
 from tierzero.runtime.sealing import LastingFiles
 from tierzero.runtime.shardable import check_model
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState
@@ -67,6 +68,7 @@ def build_runtime(
     shared = Share.taken_from(config, share)
     config = shared.of_config()
     world = _world(mesh)
+    check_same_config(config, world)
     device = device or choose_device(world.local_rank)
     drafted = draft(model, config, units, world.shards)
     lasting = LastingFiles.of(config, drafted, world)

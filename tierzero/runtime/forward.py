@@ -157,8 +157,8 @@ class SavedWeights:
                     "taken back: use 'forward' for such a model, and go on from a checkpoint"
                 )
             raise RuntimeError(
-                f"the weights of unit {group.unit.title!r} were updated between this forward and its backward; "
-                "call backward before optimizer.step(), or run the forward again"
+                f"the weights of unit {group.unit.title!r} were changed between this forward and its backward; "
+                "call backward before optimizer.step(), an edit, tierzero.averaged or a load, or run the forward again"
             )
         if self._pager.timeline.on:
             self._pager.timeline.in_backward(group.unit.index)

@@ -7,7 +7,9 @@ bytes are back (`tierzero.tiers.memory.Allocator.vacate`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, get_args
 
@@ -40,6 +42,7 @@ class Offloading:
 
     def __init__(self) -> None:
         self.presence = Presence.HERE
+        self._turn = threading.Lock()
         self._copies: FileCopies | HostCopies | None = None
         self._objects: list[StoredObject] = []
 
@@ -57,8 +60,11 @@ class Offloading:
         """Raises BudgetError or ConfigError where there is no room for the copies, TierError where they cannot be
         written; the state is HERE then.
         """
-        if self.presence is Presence.AWAY:
-            return
+        with self._one_at_a_time():
+            if self.presence is Presence.HERE:
+                self._offload(runtime, to)
+
+    def _offload(self, runtime: Runtime, to: To) -> None:
         _check_place(runtime, to)
         _come_to_rest(runtime)
         objects = [stored for stored in runtime.store.in_memory() if to == "nvme" or stored.home is Tier.DEVICE]
@@ -80,8 +86,20 @@ class Offloading:
         """Raises BudgetError where the memory is not there any more, TierError where a copy cannot be read; the state
         is AWAY then, and another try may follow.
         """
-        if self.presence is Presence.HERE:
-            return
+        with self._one_at_a_time():
+            if self.presence is Presence.AWAY:
+                self._reload(runtime)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        if not self._turn.acquire(blocking=False):
+            raise ConfigError("another thread offloads or reloads this model; let them take turns")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _reload(self, runtime: Runtime) -> None:
         copies, objects = self._copies, self._objects
         assert copies is not None
 

@@ -289,6 +289,12 @@ class Runtime:
         if torch._C._current_graph_task_id() == -1:
             self.updates.anticipation.check_use()
 
+    def refuse_inside_gathered(self, call: str) -> None:
+        """For what would find the values from before an edit. Raises ConfigError."""
+        if self.held_open:
+            name = next(iter(self.held_open)).name
+            raise ConfigError(f"{call}: inside tierzero.gathered, whose changes of {name!r} count when it is left")
+
     def flush_to_read(self) -> None:
         """`flush`, for whoever reads or changes state by hand."""
         self.check_use()
