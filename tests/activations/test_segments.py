@@ -253,6 +253,7 @@ GENERATOR = torch.get_rng_state().nbytes
 LAYERS = (4, 16, 64)
 
 
+@pytest.mark.long
 def test_saved_bytes_grow_as_the_formulas_say() -> None:
     """none: every activation of L units; unit: L inputs; sqrt: the root of L; and one forward more, never two."""
     kept = {mode: [kept_after_forward(units, mode) for units in LAYERS] for mode in ("none", "unit", "sqrt", 8)}

@@ -20,6 +20,7 @@ def test_the_table_has_what_was_measured_beside_the_formula() -> None:
     assert (formula_volume(0), formula_volume(3)) == (2.0, 3.0)
 
 
+@pytest.mark.long
 def test_the_tool_runs_a_stage_on_ranks_of_its_own() -> None:
     words = ["--ranks", "2", "--stages", "2", "--dim", "64", "--layers", "2"]
     done = subprocess.run(

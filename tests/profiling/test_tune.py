@@ -208,6 +208,7 @@ def test_under_torchrun_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--ranks" in done.stderr
 
 
+@pytest.mark.long
 def test_real_runs_leave_no_trace(tmp_path: Path) -> None:
     config = Config.load(configuration(tmp_path)).override(ALL_BUT_PREFETCH)
     before = sorted(tmp_path.rglob("*"))
