@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tierzero.profiling.stages import StageRow, formula_bytes, formula_volume, table
 
 ROOT = Path(__file__).parents[2]
