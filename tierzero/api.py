@@ -86,9 +86,10 @@ def full_state_dict(model: nn.Module, rank0_only: bool = False, only: Sequence[s
     runtime = runtime_of(model)
     runtime.require_open()
     runtime.refuse_inside_gathered("full_state_dict")
-    if any(module is runtime.model for module in model.modules()):
-        model = runtime.model  # a library may have wrapped it
     named = [(name, slot_required(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    if any(module is runtime.model for module in model.modules()) and all(slot.owner is runtime for _, slot in named):
+        model = runtime.model  # a library has wrapped it
+        named = [(name, slot_required(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
     named = [(name, slot) for name, slot in named if _wanted(name, only)]
     others = [name for name, slot in named if slot.owner is not runtime]
     if others:

@@ -196,7 +196,7 @@ def test_backward_after_the_weights_changed_is_refused(tmp_path: Path) -> None:
         regression(model, 1, 0).backward()
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"updated between this forward and its backward"):
+        with pytest.raises(RuntimeError, match=r"changed between this forward and its backward"):
             late.backward()
 
 

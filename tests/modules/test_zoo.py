@@ -11,8 +11,14 @@ from ..support.oracle import TIERS, Case, assert_close, config, train_plain, tra
 from ..support.zoo import Block, Stack, penalized
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("name", CASES)
+PLACED = [
+    pytest.param(name, tier, marks=pytest.mark.long if (name, tier) == ("many", "host") else ())
+    for name in CASES
+    for tier in TIERS
+]
+
+
+@pytest.mark.parametrize(("name", "tier"), PLACED)
 def test_values_are_those_of_the_unsharded_model(name: str, tier: str, tmp_path: Path) -> None:
     case = CASES[name]
     found = train_sharded(case, config(tmp_path, tier))

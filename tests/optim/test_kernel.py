@@ -109,8 +109,15 @@ def test_kernel_follows_the_reference_over_steps(fmt: StateFormat, grad_dtype: t
     assert torch.equal(load_master(fmt, *ours).to(fmt.weight_dtype).float(), ours[0].float()) or fmt.name == "bf16"
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.3, 0.999)])
+@pytest.mark.parametrize(
+    ("decoupled", "betas"),
+    [
+        (True, (0.9, 0.95)),
+        (False, (0.3, 0.999)),
+        pytest.param(True, (0.3, 0.999), marks=pytest.mark.long),
+        pytest.param(False, (0.9, 0.95), marks=pytest.mark.long),
+    ],
+)
 def test_fp32_follows_torch_optim_for_200_steps(decoupled: bool, betas: tuple[float, float]) -> None:
     fmt = state_format(torch.float32)
     generator = torch.Generator().manual_seed(2)

@@ -73,7 +73,12 @@ def measured(config: tz.Config, micro_batch: int) -> float:
         tz.close(sharded)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+LONGEST = {"small tiles": pytest.mark.long}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=LONGEST.get(name, ())) for name, case in CASES.items()]
+)
 def test_predicted_traffic_is_measured_traffic(case: dict[str, Any], tmp_path: Path) -> None:
     config = configuration(case, tmp_path)
     planner = Planner(config, Site(machine()))

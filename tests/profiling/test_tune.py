@@ -244,6 +244,7 @@ def test_a_first_run_that_takes_too_long_is_ended_and_says_what_to_do(tmp_path: 
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_the_run_too_and_prints_what_is_known(tmp_path: Path) -> None:
     path = configuration(tmp_path, batch_size=4096)
     process = subprocess.Popen(

@@ -42,7 +42,7 @@ def leavings(nvme: Path) -> list[Path]:
     return [path for path in nvme.rglob("*") if path.is_file() and path.stat().st_size]
 
 
-@pytest.mark.parametrize("victims", ["one", "all"])
+@pytest.mark.parametrize("victims", ["one", pytest.param("all", marks=pytest.mark.long)])
 def test_kill_9_in_the_middle_then_a_clean_restart(victims: str, undisturbed: Result, tmp_path: Path) -> None:
     """Under torchrun. What the killed ranks left on the drive is found, removed and not mistaken for state."""
     nvme = tmp_path / "nvme"
