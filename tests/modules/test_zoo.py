@@ -10,7 +10,6 @@ from ..support.cases import CASES
 from ..support.oracle import TIERS, Case, assert_close, config, train_plain, train_sharded
 from ..support.zoo import Block, Stack, penalized
 
-
 PLACED = [
     pytest.param(name, tier, marks=pytest.mark.long if (name, tier) == ("many", "host") else ())
     for name in CASES
