@@ -35,6 +35,9 @@ _LANE_OF = {
     Kind.PAGE_OUT: "page-out",
     Kind.GRADIENTS: "gradients",
     Kind.UPDATE: "update",
+    Kind.TRIED: "update",
+    Kind.KEPT: "update",
+    Kind.LOST: "update",
 }
 _TITLES = {
     Kind.OPTIMIZER_STEP: "optimizer.step",
@@ -51,6 +54,9 @@ _TITLES = {
     Kind.READ_AHEAD: "page-in ahead",
     Kind.PAGE_OUT: "page-out",
     Kind.GRADIENTS: "gradients home",
+    Kind.TRIED: "update ahead of the step",
+    Kind.KEPT: "update ahead kept",
+    Kind.LOST: "update ahead lost",
 }
 
 

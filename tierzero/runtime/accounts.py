@@ -25,7 +25,8 @@ def counters(runtime: Runtime) -> Counters:
             "all_reduce": moved.all_reduce,
         }
     engine = runtime.engine
-    return Counters(engine.read_bytes, engine.write_bytes, comm, dict(runtime.stalls.seconds))
+    stalls, lost = dict(runtime.stalls.seconds), runtime.updater.speculation.lost_bytes
+    return Counters(engine.read_bytes, engine.write_bytes, comm, stalls, redone_bytes=lost)
 
 
 def tier_bytes(runtime: Runtime) -> dict[str, int]:

@@ -76,6 +76,8 @@ def build_runtime(
     budgets = agreed(shared.of_free(budgets_here(config, world.local_size, device)), world)
     plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
     compiler = _compiler(drafted, world, device, backend) if config.train.compile else None
+    if config.optimizer.overlap == "both":
+        _check_both(plan)
     machinery = _assemble(plan, config, budgets, world, device, drafted, poison, lasting)
     runtime: Runtime | None = None
     try:
@@ -147,6 +149,14 @@ def _all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
     return found
 
 
+def _check_both(plan: MemoryPlan) -> None:
+    if not any({tile.weight, tile.optimizer} == {Tier.NVME} for tiles in plan.homes for tile in tiles):
+        raise ConfigError(
+            'optimizer.overlap = "both": works on weights and optimizer state that both lie on nvme, and here none do; '
+            'use overlap = "forward", or place them there'
+        )
+
+
 def _assemble(
     plan: MemoryPlan,
     config: Config,
@@ -175,6 +185,7 @@ def _assemble(
         verify=config.io.verify,
         nvme_shares=config.tiers.nvme_shares,
         lasting=lasting.name if lasting is not None else None,
+        twofold=config.optimizer.overlap == "both",
     )
     collectives = (
         Collectives(world, [spec.title for spec in drafted.specs], device.is_host, device.lane)

@@ -46,8 +46,17 @@ class MomentOwners:
 
 
 def fixed_updates(stepped: Stepped, loss_scale: float) -> list[tuple[GroupState, UpdateSpec | None]]:
-    """The update of every group that has one of the parameters, and their step counts moved on. None: nothing of the
-    group lies on this rank. Raises ConfigError before anything is changed.
+    """`next_updates`, and the parameters' step counts moved on."""
+    specs = next_updates(stepped, loss_scale)
+    for slot, hyper_of in stepped:
+        if hyper_of(slot) is not None:
+            slot.step += 1
+    return specs
+
+
+def next_updates(stepped: Stepped, loss_scale: float) -> list[tuple[GroupState, UpdateSpec | None]]:
+    """The update of every group that has one of the parameters. None: nothing of the group lies on this rank. Raises
+    ConfigError; changes nothing.
     """
     by_group: dict[int, list[tuple[SlotState, AdamHyper]]] = {}
     groups: dict[int, GroupState] = {}
@@ -56,9 +65,6 @@ def fixed_updates(stepped: Stepped, loss_scale: float) -> list[tuple[GroupState,
         if hyper is not None:
             groups[id(slot.group)] = slot.group
             by_group.setdefault(id(slot.group), []).append((slot, hyper.at(slot.step + 1)))
-    for updates in by_group.values():
-        for slot, _ in updates:
-            slot.step += 1
     specs = []
     for key, group in groups.items():
         segments = _segments(by_group[key], loss_scale)

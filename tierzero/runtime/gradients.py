@@ -90,6 +90,7 @@ class Gradients:
         self._home = GradientHome(engine, store, tile_io, device, collectives, buckets, self._whole)
         self.before_arrival: Callable[[UnitState], None] = lambda unit: None
         self.on_unit_complete: Callable[[UnitState, Future[None] | None], None] = lambda unit, future: None
+        self.on_backward_end: Callable[[], None] = lambda: None
 
     # Arrival, on the thread that runs the backward.
 
@@ -229,6 +230,7 @@ class Gradients:
                 if self._arrivals[unit.index].arrived and not self._arrivals[unit.index].dispatched:
                     self._dispatch(unit)
         self._reset_arrivals()
+        self.on_backward_end()
 
     def _reset_arrivals(self) -> None:
         for state in self._arrivals:

@@ -14,7 +14,7 @@ from tierzero.runtime.sealing import LastingFiles
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.tiers import IoEngine, MemoryPool, TieredStore
 
-Overlap = Literal["forward", "backward", "none"]
+Overlap = Literal["both", "forward", "backward", "none"]
 
 
 class Unfinished(Protocol):

@@ -8,13 +8,16 @@ a unit's gradients are complete.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from tierzero.errors import ConfigError
 from tierzero.runtime.anticipation import Anticipation
-from tierzero.runtime.fixing import MomentOwners, Stepped, fixed_updates
+from tierzero.runtime.fixing import MomentOwners, Stepped, fixed_updates, next_updates
 from tierzero.runtime.pager import Pager
+from tierzero.runtime.speculation import Habit
 from tierzero.runtime.state import GroupState, SlotState, UnitState, UpdateSpec
 from tierzero.runtime.stats import Stalls
 from tierzero.runtime.update import Updater
@@ -42,6 +45,8 @@ class PendingUpdates:
         self._engine, self._updater, self._pager, self._stalls = engine, updater, pager, stalls
         self._moments = MomentOwners(start_afresh)
         self.anticipation = Anticipation()
+        self._speculation = updater.speculation
+        self.habit = Habit()
 
     def fix(self, stepped: Stepped, loss_scale: float) -> None:
         """Fixes the update of these parameters; it will read the gradients as they stand."""
@@ -65,6 +70,7 @@ class PendingUpdates:
     def apply_all(self) -> None:
         """Every update is applied and written when this returns."""
         self._pager.settle()
+        self._speculation.drop(group for group in self._groups() if group.pending is None)
         self._apply(self._groups())
         self.settle_early()
         with self._stalls.waiting("nvme_write"):
@@ -73,6 +79,7 @@ class PendingUpdates:
     def make_way(self, unit: UnitState) -> None:
         """Before a gradient of ``unit`` arrives: it must not overwrite one that a pending update still has to read."""
         self.anticipation.check_arrival(unit)
+        self._speculation.drop(group for group in unit.groups if group.pending is None)
         self._pager.settle(unit)
         if any(group.pending is not None for group in unit.groups):
             self._apply(unit.groups)
@@ -97,6 +104,22 @@ class PendingUpdates:
         for group, updating in busy:
             if group.updating is updating:
                 group.updating = None
+
+    def speculate(self, unit: UnitState, reduced: Future[None] | None, loss_scale: float) -> None:
+        """Tries the update that the step to come would fix if nothing is clipped, once ``reduced`` is done."""
+        stepped = [(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None]
+        if not self.habit.tries() or any(slot.state_of != hyper_of for slot, hyper_of in stepped):
+            return
+        with contextlib.suppress(ConfigError):  # the step itself says so
+            for group, spec in next_updates(stepped, loss_scale):
+                if spec is not None and group.pending is None:
+                    self._speculation.begin(group, spec, reduced)
+
+    def end_speculation(self, applied: bool, slots: Sequence[SlotState]) -> None:
+        """After a step has fixed its updates, or none; ``slots`` had gradients."""
+        self._speculation.stop()
+        self._speculation.drop(group for group in self._groups() if group.pending is None)
+        self.habit.step_ended(applied and all(slot.clip_factor == 1.0 for slot in slots))
 
     # Beside the backward.
 

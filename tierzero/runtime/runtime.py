@@ -51,9 +51,9 @@ class Runtime:
         self.timeline = Timeline()
         self.stalls = Stalls(self.timeline)
         self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device, self.timeline)
-        self.updater = Updater(
-            parts.engine, parts.store, self.tile_io, parts.device, parts.plan.staging_tile, parts.ema
-        )
+        staging, tile = parts.plan.staging, parts.plan.staging_tile
+        speculating = staging // 2 if parts.overlap == "both" else 0
+        self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device, tile, parts.ema, speculating)
         self.host_limit = parts.host_limit
         self.offloading = Offloading()
         self.pager = Pager(
@@ -85,6 +85,7 @@ class Runtime:
         self.pager.before_demand = self.offloading.check
         self.gradients.before_arrival = self._before_arrival
         self.gradients.on_unit_complete = self._on_unit_complete
+        self.gradients.on_backward_end = self.updates.habit.backward_ended
         self.saved_weights = SavedWeights(self.pager)
         self.saved_weights.know(self.slots())
         self.held_open: set[SlotState] = set()
@@ -253,9 +254,11 @@ class Runtime:
         if self.on_step_skipped is not None:
             applied = self.grad_norm() < float("inf")
             self.on_step_skipped(not applied)
+        stepped = [slot for slot in slots if slot.has_grad]
         if applied:
             self.updates.fix_rest([(slot, hyper_of) for slot in slots if slot.has_grad], self.loss_scale)
         self.updates.spend_confirmed()
+        self.updates.end_speculation(applied, stepped)
         self._end_step()
         return applied
 
@@ -316,6 +319,8 @@ class Runtime:
     def _on_unit_complete(self, unit: UnitState, reduced: Future[None] | None) -> None:
         if self.updates_in_backward:
             self.updates.begin_early(unit, reduced)
+        elif self.overlap == "both":
+            self.updates.speculate(unit, reduced, self.loss_scale)
 
     def zero_grad(self, slots: Sequence[SlotState] | None = None) -> None:
         """Drops gradients; what a pending update still needs is kept until it has run."""

@@ -34,6 +34,9 @@ class Kind(IntEnum):
     PAGE_OUT = 32
     GRADIENTS = 33
     UPDATE = 40
+    TRIED = 41
+    KEPT = 42
+    LOST = 43
 
 
 STALL_SPANS = {

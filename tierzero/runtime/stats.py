@@ -72,6 +72,8 @@ class Counters:
     stall_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALL_KINDS, 0.0))
 
     step_s: float = field(default_factory=time.perf_counter)
+    redone_bytes: int = 0
+    """Of state that was written ahead of a step in vain."""
 
     def since(self, before: Counters, began: Counters) -> Counters:
         """What was moved since ``before``, and the time since ``began``."""
@@ -81,6 +83,7 @@ class Counters:
             {name: value - before.comm_bytes[name] for name, value in self.comm_bytes.items()},
             {name: value - began.stall_s[name] for name, value in self.stall_s.items()},
             self.step_s - began.step_s,
+            self.redone_bytes - before.redone_bytes,
         )
 
     @property

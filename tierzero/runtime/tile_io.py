@@ -169,6 +169,10 @@ class TileIO:
             raise
         return opened
 
+    def is_wanted(self, tile: Tile) -> bool:
+        """Somebody reads or writes it, or it was read ahead."""
+        return id(tile) in self._ahead or self._in_use[id(tile)] > 0
+
     @asynccontextmanager
     async def weights_ahead(self, group: GroupState, tile: Tile) -> AsyncIterator[torch.Tensor | None]:
         """The weights of a tile that was read ahead, which stays so; None where it was not, and is not inside."""

@@ -23,6 +23,7 @@ from tierzero.optim.reference import update_reference
 from tierzero.planner.buffers import FEWEST_STAGING_TILES
 from tierzero.runtime.device import Device, Event
 from tierzero.runtime.spans import Kind
+from tierzero.runtime.speculation import Speculation
 from tierzero.runtime.state import GroupState, Home, Tile, UpdateSpec
 from tierzero.runtime.stats import RoomClock
 from tierzero.runtime.tile_io import OpenTile, Parts, TileIO
@@ -58,6 +59,7 @@ class Updater:
         device: Device,
         staging_tile: int = 0,
         ema: float = 0.0,
+        speculating: int = 0,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -66,7 +68,10 @@ class Updater:
         self._average_rate = rate_of(ema)
         self._reserve = FEWEST_STAGING_TILES * staging_tile
         """Bytes of staging that reading ahead leaves free: with so many every update gets on."""
+        self._speculating = speculating
+        """Bytes of staging that it leaves to speculation besides."""
         self._writing: set[asyncio.Task[None]] = set()
+        self.speculation = Speculation(engine, store, tile_io, self._change, self._reserve)
         self.before_change: Callable[[Tile, OpenTile | None], Awaitable[None]] | None = None
         """Awaited before a tile is updated, with what is in memory of it; see `tierzero.runtime.snapshot`."""
         self.kernel_seconds = 0.0
@@ -103,7 +108,13 @@ class Updater:
     async def _bring_all(
         self, group: GroupState, spec: UpdateSpec | None, destination: Destination | None, priority: Priority
     ) -> list[Event]:
-        work = [self._bring_tile(group, tile, spec, destination, priority) for tile in group.tiles]
+        if spec is None:
+            await self.speculation.leave(group)
+        updated = frozenset() if spec is None else await self.speculation.take(group, spec)
+        work = [
+            self._bring_tile(group, tile, None if id(tile) in updated else spec, destination, priority)
+            for tile in group.tiles
+        ]
         group.applying = spec
         results = await asyncio.gather(*work, return_exceptions=True)
         group.applying = None
@@ -121,7 +132,9 @@ class Updater:
     async def _read_ahead(self, groups: Sequence[GroupState]) -> None:
         for group in groups:
             for tile in group.tiles if group.fmt is not None else ():
-                if not self._tile_io.read_ahead(group, tile, self._reserve):
+                if self.speculation.holds(tile):
+                    continue
+                if not self._tile_io.read_ahead(group, tile, self._reserve + self._speculating):
                     return
 
     async def drain(self) -> None:
@@ -158,12 +171,8 @@ class Updater:
             return await self._update_on_device(group, tile, spec, segments, destination)
         opened = await self._tile_io.open(group, tile, Parts.ALL, priority)
         try:
-            await self._secure(tile, opened)
-            started = time.perf_counter()
-            await self._engine.call(self._run_kernel, opened, spec, segments)
+            await self._change(opened, spec)
             self._tile_io.release_gradient(opened)
-            self.kernel_seconds += time.perf_counter() - started
-            self.updated += sum(stop - start for start, stop, _ in segments)
             events = self._tile_io.copy_mirrors(opened)
             if destination is not None:
                 assert opened.weight is not None
@@ -175,9 +184,18 @@ class Updater:
         self._write_behind(opened, events)
         return events
 
-    def _run_kernel(self, opened: OpenTile, spec: UpdateSpec, segments: list[tuple[int, int, int]]) -> None:
+    async def _change(self, opened: OpenTile, spec: UpdateSpec, kind: Kind = Kind.UPDATE) -> None:
+        """Updates an open tile in memory."""
+        segments = _clip_segments(opened.tile, spec)
+        await self._secure(opened.tile, opened)
+        started = time.perf_counter()
+        await self._engine.call(self._run_kernel, opened, spec, segments, kind)
+        self.kernel_seconds += time.perf_counter() - started
+        self.updated += sum(stop - start for start, stop, _ in segments)
+
+    def _run_kernel(self, opened: OpenTile, spec: UpdateSpec, segments: list[tuple[int, int, int]], kind: Kind) -> None:
         moved = sum(part.nbytes for _, part in opened.segments())
-        with self._tile_io.timing(Kind.UPDATE, opened.group, opened.tile, moved):
+        with self._tile_io.timing(kind, opened.group, opened.tile, moved):
             _run_kernel(opened.group, opened, spec, segments, self._average_rate)
 
     async def _secure(self, tile: Tile, opened: OpenTile | None) -> None:

@@ -67,12 +67,20 @@ class StoredObject:
     """``nbytes`` that live in tier ``home``: in ``buffer`` (device, host; set while the store is open) or at ``extent``
     (nvme).
 
-    A lasting object has a second slot in its file, ``spare``. Bytes that were sealed are never written over: the next
-    ones go to the other slot, which is where ``extent`` then is.
+    A twofold object has a second slot in its file, ``spare``; so has every lasting one. Bytes that were sealed are
+    never written over: the next ones go to the other slot, which is where ``extent`` then is. What is written to the
+    spare slot by itself (`TieredStore.write_spare`) counts once it is adopted.
     """
 
     def __init__(
-        self, name: str, nbytes: int, home: Tier, extent: Extent | None, lasting: bool = False, about: About = None
+        self,
+        name: str,
+        nbytes: int,
+        home: Tier,
+        extent: Extent | None,
+        lasting: bool = False,
+        about: About = None,
+        twofold: bool = False,
     ) -> None:
         self.name = name
         self.about = about
@@ -80,6 +88,7 @@ class StoredObject:
         self.home = home
         self.extent = extent
         self.lasting = lasting
+        self.twofold = lasting or twofold
         self.spare: Extent | None = None
         self.slot = 0
         """Of the two, which one ``extent`` is."""
@@ -90,6 +99,7 @@ class StoredObject:
         self._written: asyncio.Future[None] | None = None
         """Pending while PAGING_OUT."""
         self._digest: int | None = None
+        self._spare_digest: int | None = None
         self._unread = False
         """Another process wrote it: its checksum is still to be checked."""
 
@@ -106,8 +116,16 @@ class StoredObject:
     def _arrived(self) -> None:
         """The next bytes are where they should go."""
         if self._sealed:
-            self.extent, self.spare = self.spare, self.extent
-            self.slot, self._sealed = 1 - self.slot, False
+            self._change_slots()
+
+    def _change_slots(self) -> None:
+        self.extent, self.spare = self.spare, self.extent
+        self.slot, self._sealed = 1 - self.slot, False
+
+    @property
+    def spare_is_free(self) -> bool:
+        """Nothing that a seal needs lies in the spare slot."""
+        return self.twofold and (self._sealed or not self.lasting)
 
     def _seal(self) -> None:
         self._sealed = True

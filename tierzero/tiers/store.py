@@ -36,6 +36,7 @@ class TieredStore:
     are in bytes. ``verify`` keeps a checksum of each nvme object as it is written and checks it at every page-in.
 
     ``lasting`` names tier files that outlive the process, for objects that were declared so; see `tiers.seals`.
+    ``twofold``: those objects have a second slot also where the files do not last, for `write_spare`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TieredStore:
         verify: bool = False,
         nvme_shares: Sequence[int] | None = None,
         lasting: str | None = None,
+        twofold: bool = False,
     ) -> None:
         self.engine = engine
         self.file: StripedFile | None = None
@@ -64,7 +66,7 @@ class TieredStore:
         self._verify = verify
         self._shares = nvme_shares
         self._lasting = lasting
-        self._spare_bytes = 0
+        self._twofold = twofold
         self._objects: dict[str, StoredObject] = {}
         self._file_bytes = 0
         self._opened = False
@@ -86,8 +88,9 @@ class TieredStore:
         if home is Tier.NVME:
             extent = Extent(self._file_bytes, page_round(nbytes))
             self._file_bytes += extent.nbytes
-        lasting = lasting and extent is not None and self._lasting is not None
-        stored = self._objects[name] = StoredObject(name, nbytes, home, extent, lasting, about)
+        state = lasting and extent is not None
+        lasting = state and self._lasting is not None
+        stored = self._objects[name] = StoredObject(name, nbytes, home, extent, lasting, about, state and self._twofold)
         return stored
 
     def open(self, existing: bool = False) -> None:
@@ -183,6 +186,35 @@ class TieredStore:
             stored._check_unleased("write")
         await self._write_home(objects, src, priority, request)
 
+    async def write_spare(self, lease: Lease, priority: Priority) -> None:
+        """Writes what is in a lease's memory to the spare slots of its objects; what is current stays so, and the lease
+        too. Raises TierError.
+        """
+        lease._check_alive()
+        file, starts = self._prepare(lease.objects, lease.dest)
+        request = Request(priority)
+        digests: Sequence[int | None] = [None] * len(lease.objects)
+        if self._verify or any(stored.lasting for stored in lease.objects):
+            digests = await self.engine.call(digests_of, lease.objects, starts, lease.dest)
+        await _all(
+            [
+                self.engine.write(file, extent.offset, lease.dest[start : start + extent.nbytes], priority, request)
+                for start, extent in runs([stored.spare for stored in lease.objects], starts)
+            ]
+        )
+        for stored, value in zip(lease.objects, digests, strict=True):
+            stored._spare_digest = value
+
+    @staticmethod
+    def adopt_spare(objects: Sequence[StoredObject]) -> None:
+        """What `write_spare` wrote to objects that are at home is what they are from now on."""
+        for stored in objects:
+            if stored.residency is not Residency.AT_HOME:
+                raise RuntimeError(f"{stored.name!r} is {stored.residency.name}: its slots cannot change now")
+        for stored in objects:
+            stored._change_slots()
+            stored._digest, stored._spare_digest = stored._spare_digest, None
+
     @property
     def may_be_cloned(self) -> bool:
         """Whether there are checksums of what lies in the files, and nobody asked for them to be checked each time."""
@@ -276,7 +308,7 @@ class TieredStore:
         """Declared bytes by home tier, in whole pages on nvme."""
         totals = dict.fromkeys(Tier, 0)
         for stored in self._objects.values():
-            slots = 2 if stored.lasting else 1
+            slots = 2 if stored.twofold else 1
             totals[stored.home] += slots * stored.extent.nbytes if stored.extent else stored.nbytes
         return totals
 
@@ -287,7 +319,9 @@ class TieredStore:
 
     def _add_spares(self) -> None:
         """Second slots lie behind everything else, in the same order: neighbours are neighbours there too."""
-        for stored in self.lasting_objects():
+        for stored in self._objects.values():
+            if not stored.twofold:
+                continue
             assert stored.extent is not None
             stored.spare = Extent(self._file_bytes, stored.extent.nbytes)
             self._file_bytes += stored.extent.nbytes
@@ -297,7 +331,7 @@ class TieredStore:
             missing = self._file_bytes - self._nvme_limit
             raise BudgetError(
                 f"tiers.nvme_limit: {self._file_bytes:,} bytes of state are placed on nvme"
-                f"{' (two slots of each tile, for checkpoint.durable)' if self._lasting else ''}, but the limit is "
+                f"{self._why_two_slots()}, but the limit is "
                 f"{self._nvme_limit:,}; raise it by {missing:,} bytes or place less on nvme",
                 missing,
             )
@@ -309,6 +343,10 @@ class TieredStore:
         file = self._striped(self._directories, existing)
         stack.callback(file.close)
         return file
+
+    def _why_two_slots(self) -> str:
+        wanted = "checkpoint.durable" if self._lasting else 'optimizer.overlap = "both"' if self._twofold else ""
+        return f" (two slots of each tile, for {wanted})" if wanted else ""
 
     def _striped(self, directories: list[TierDirectory], existing: bool) -> StripedFile:
         """Over several paths: in the given shares, else in proportion to their speed, else, where the fast ones lack

@@ -40,6 +40,7 @@ class Record:
     stall_s: dict[str, float]
     compute_s: float
     loss_scale: float | None = None
+    redone_bytes: int = 0
 
     def to_json(self) -> str:
         """One line of strict JSON: a number that is not finite becomes null."""
@@ -66,6 +67,7 @@ def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world
     values += [stats["peak_tier_bytes"][tier] for tier in TIERS]
     values += [stats["comm_bytes"][name] for name in COLLECTIVES]
     values += [stats["stall_s"][name] for name in STALLS]
+    values.append(stats["redone_bytes"])
     found = iter(ranks.total([float(value) for value in values], device))
     loss, step_s = next(found) / world_size, next(found) / world_size
     rss, peak, read, written = (int(next(found)) for _ in range(4))
@@ -91,6 +93,7 @@ def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world
         stall_s=stalls,
         compute_s=max(0.0, step_s - sum(stalls.values())),
         loss_scale=own.loss_scale,
+        redone_bytes=int(next(found)),
     )
 
 

@@ -170,7 +170,7 @@ class Planner:
             missing = plan.nvme_state + second - budgets.nvme_capacity
             raise BudgetError(
                 f"tiers.nvme: {missing:,} bytes short of {plan.nvme_state + second:,} (two slots of each tile: "
-                "checkpoint.durable); use larger drives, raise tiers.nvme_limit, or place less there",
+                f"{self._why_two_slots}); use larger drives, raise tiers.nvme_limit, or place less there",
                 missing,
             )
         try:
@@ -178,9 +178,15 @@ class Planner:
         except RuntimeError as error:
             raise BudgetError(f"plan: {error}; raise tiers.device") from None
 
+    @property
+    def _why_two_slots(self) -> str:
+        if self.config.checkpoint.durable:
+            return "checkpoint.durable"
+        return 'optimizer.overlap = "both"' if self.config.optimizer.overlap == "both" else ""
+
     def _second_slots(self, plan: MemoryPlan) -> int:
-        """Bytes of tier files that durable tiers take beside the first slots."""
-        if not self.config.checkpoint.durable:
+        """Bytes of tier files that second slots take beside the first."""
+        if not self._why_two_slots:
             return 0
         totals = totals_by_kind(self.shape, plan.homes, plan.tile)
         return totals["params"][Tier.NVME] + totals["optimizer"][Tier.NVME]
@@ -194,7 +200,8 @@ class Planner:
             self._draft.stage,
             PlannedRanks(site.ranks, site.local),
             self.micro_steps,
-            choice.overlap,
+            # What the backward does ahead is the drive's to say: not counted on.
+            "forward" if choice.overlap == "both" else choice.overlap,
             recomputed,
             segment,
             self._draft.kept,

@@ -1,0 +1,128 @@
+"""``optimizer.overlap = "both"``: what is tried in the backward changes nothing, whether it is kept or lost."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierzero as tz
+from tierzero.api import running
+from tierzero.runtime.speculation import Habit
+
+from ..support.oracle import Case, Outcome, assert_bits, built, config, hyper, record_state, seeded_loss, sharded
+from ..support.rank_pool import RankPool
+from ..support.zoo import Block, Stack, regression
+
+STACK = Case(lambda: Stack(4), regression, (Block,))
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What happens in which step."""
+
+    clips: tuple[int, ...] = ()
+    spoiled: tuple[int, ...] = ()
+    """A gradient is not a number, and the user leaves the step out."""
+    rates: tuple[int, ...] = ()
+    """The learning rate is changed between backward and step."""
+    backwards: int = 1
+    more: tuple[int, ...] = ()
+    """One backward more than usual."""
+    read: tuple[int, ...] = ()
+    """Weights are looked at between backward and step."""
+
+
+def train(rank: int, ranks: int, nvme: str, overlap: str, loop: Loop, sections: dict[str, Any]) -> tuple[Outcome, Any]:
+    outcome = Outcome()
+    merged = {"optimizer": {"overlap": overlap}, "train": {"precision": "bf16"}} | sections
+    with sharded(built(STACK), config(Path(nvme), **merged), STACK.units) as model:
+        optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+        for step in range(STEPS):
+            for half in range(loop.backwards + (step in loop.more)):
+                loss = seeded_loss(STACK, model, 10 * step + half, rank)
+                (loss * float("nan") if step in loop.spoiled else loss).backward()
+                outcome.losses.append(loss.item())
+            if step in loop.read:
+                tz.read_state(model.blocks[3].up.weight, "weight")
+            outcome.norms.append(float(tz.clip_grad_norm_(model, 0.01 if step in loop.clips else 1e6)))
+            optimizer.param_groups[0]["lr"] *= 0.5 if step in loop.rates else 1.0
+            if step not in loop.spoiled:
+                optimizer.step()
+            optimizer.zero_grad()
+        record_state(model, outcome)
+        outcome.norms = [norm if norm == norm else -1.0 for norm in outcome.norms]
+        speculation = running(model).updater.speculation
+        return outcome, (speculation.kept, speculation.lost, speculation.lost_bytes)
+
+
+LOOPS = {
+    "never clipped": (Loop(), True, False),
+    "sometimes clipped": (Loop(clips=(3, 6)), True, True),
+    "always clipped": (Loop(clips=tuple(range(STEPS))), False, True),
+    "not a number": (Loop(spoiled=(2, 5)), True, True),
+    "another rate": (Loop(rates=(4,)), True, True),
+    "accumulated": (Loop(backwards=3), True, False),
+    "one backward more": (Loop(backwards=2, more=(3, 4)), True, True),
+    "looked at": (Loop(read=(3,)), True, True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_bit_changes(name: str, tmp_path: Path) -> None:
+    loop, some_kept, some_lost = LOOPS[name]
+    wanted, _ = train(0, 1, str(tmp_path), "none", loop, {})
+    found, (kept, lost, lost_bytes) = train(0, 1, str(tmp_path), "both", loop, {})
+    assert_bits(found, wanted)
+    assert (kept > 0) == some_kept
+    assert (lost > 0) == (lost_bytes > 0) == some_lost
+
+
+@pytest.mark.parametrize("name", ["sometimes clipped", "accumulated"])
+def test_no_bit_changes_on_two_ranks(name: str, tmp_path: Path, two_ranks: RankPool) -> None:
+    loop = LOOPS[name][0]
+    every = [two_ranks.run(train, str(tmp_path), overlap, loop, {}) for overlap in ("none", "both")]
+    for (wanted, _), (found, (kept, _, _)) in zip(*every, strict=True):
+        assert_bits(found, wanted)
+        assert kept > 0
+
+
+def test_habit() -> None:
+    """Not before a backward is known to be the last; after losses pauses that double, up to 64 steps."""
+    habit = Habit()
+    assert not habit.tries()
+
+    def step(right: bool) -> bool:
+        tried = habit.tries()
+        habit.backward_ended()
+        habit.step_ended(right)
+        return tried
+
+    step(True)
+    assert [step(True) for _ in range(3)] == [True] * 3
+    tried = [number for number in range(350) if step(False)]
+    assert [b - a for a, b in itertools.pairwise(tried)] == [2, 3, 5, 9, 17, 33, 65, 65, 65, 65]
+    step(True)
+    assert step(True)
+    for _ in range(2):
+        habit.backward_ended()
+    habit.step_ended(True)
+    assert not habit.tries()
+    habit.backward_ended()
+    assert habit.tries()
+
+
+def test_where_it_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(tz.ConfigError, match=r"both lie on nvme, and here none do"):
+        tz.shard(built(STACK), config(tmp_path, "host", optimizer={"overlap": "both"}), STACK.units)
+    with pytest.raises(tz.ConfigError, match=r"second slots of the tiles, which checkpoint\.durable keeps"):
+        config(tmp_path, optimizer={"overlap": "both"}, checkpoint={"durable": True, "dir": str(tmp_path)})
+    settings = config(tmp_path, tiers={"nvme_limit": "200KB"}, optimizer={"overlap": "both"})
+    with pytest.raises(tz.BudgetError, match=r'two slots of each tile, for optimizer\.overlap = "both"'):
+        tz.shard(built(STACK), settings, STACK.units)
+    mixed = config(tmp_path, {"host": 0.5, "nvme": 0.5}, optimizer={"overlap": "both"})
+    tz.close(tz.shard(built(STACK), mixed, STACK.units))
