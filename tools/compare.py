@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0 does not clip")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="configuration for tierzero"
     )
@@ -59,7 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.nvme or ".") as folder:
         work = Workload(
             system="plain", steps=options.steps, warmup=options.warmup, batch=options.batch, seq_len=options.seq_len,
-            nvme=folder, config=parse_settings(options.set), **SIZES[options.size],
+            clip=options.clip, nvme=folder, config=parse_settings(options.set), **SIZES[options.size],
         )  # fmt: skip
         rates = [mixed_rate(folder)]
         rows = compare(
