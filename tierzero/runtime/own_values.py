@@ -29,8 +29,7 @@ def check_resets(model: nn.Module) -> None:
         if empty and _own_reset(module) is None:
             raise ConfigError(
                 f"module {name or '(root)'!r} ({type(module).__name__}) has the empty parameter {empty[0]!r} and no "
-                "reset_parameters(); "
-                "pass init=fn(module) or init='folder of safetensors' to tierzero.shard"
+                f"reset_parameters(); pass {_function_for(model)} or init='folder of safetensors' to tierzero.shard"
             )
         if lacks and (built or _own_reset(module) is None):
             raise no_values(f"{name}.{lacks[0]}" if name else lacks[0])
@@ -45,10 +44,15 @@ def warn_of_lost_values(model: nn.Module) -> None:
         warnings.warn(
             f"shard: parameter {lost[0]!r} (and {len(lost) - 1} more) was initialised beyond its module's own "
             "reset_parameters(), which is all that an empty model is filled by, so that this has no effect; pass "
-            "init=fn(module), which does all of it, to tierzero.shard",
+            f"{_function_for(model)}, which does all of it, to tierzero.shard",
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _function_for(model: nn.Module) -> str:
+    """Models of the transformers library bring theirs."""
+    return "init=model._init_weights" if callable(getattr(model, "_init_weights", None)) else "init=fn(module)"
 
 
 def _written_beyond_resets(model: nn.Module) -> list[str]:
