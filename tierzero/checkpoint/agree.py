@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from tierzero.errors import CheckpointError, ConfigError
+from tierzero.runtime.outcome import outcome_of
 from tierzero.runtime.runtime import Runtime
 
 
@@ -15,14 +14,7 @@ def together(runtime: Runtime, folder: Path, task: str, work: Callable[[], None]
     """Runs ``work`` on every rank. Raises CheckpointError on all of them when it fails on any (a ConfigError stays one
     on its rank); ``task`` ("write it") completes the message.
     """
-    failure: Exception | None = None
-    try:
-        work()
-    except Exception as error:
-        failure = error
-    failed = failure is not None
-    if runtime.collectives is not None:
-        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)], device="cpu"))[0])
+    failure, failed = outcome_of(runtime, work)
     if isinstance(failure, CheckpointError | ConfigError):
         raise failure
     if failure is not None:

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, get_args
 
-import torch
-
 from tierzero.errors import BudgetError, ConfigError, TierError
+from tierzero.runtime.outcome import outcome_of
 from tierzero.runtime.parked import FileCopies, HostCopies, To
 from tierzero.tiers import StoredObject, Tier
 from tierzero.tiers.free_memory import available_bytes
@@ -170,14 +169,7 @@ def _copies(runtime: Runtime, to: To, objects: list[StoredObject]) -> FileCopies
 
 def _on_every_rank(runtime: Runtime, work: Callable[[], None], task: str) -> None:
     """Raises on all ranks when ``work`` fails on any."""
-    failure: Exception | None = None
-    try:
-        work()
-    except Exception as error:
-        failure = error
-    failed = failure is not None
-    if runtime.collectives is not None:
-        failed = bool(runtime.collectives.small_max(torch.tensor([int(failed)], device="cpu"))[0])
+    failure, failed = outcome_of(runtime, work)
     if failure is not None:
         raise failure
     if failed:
