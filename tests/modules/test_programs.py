@@ -240,7 +240,9 @@ def check(program: Sequence[Call], setting: Setting, ranks: RankPool | None = No
 
 
 PROGRAMS = st.lists(CALLS, min_size=4, max_size=24)
-SETTINGS = st.builds(Setting, PLACES, st.sampled_from(["none", "forward", "both"]), st.integers(0, 2))
+SETTINGS = st.builds(Setting, PLACES, st.sampled_from(["none", "forward", "both"]), st.integers(0, 2)).filter(
+    lambda setting: setting.overlap != "both" or setting.place == "nvme"
+)
 QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 

@@ -106,7 +106,11 @@ class Setting:
 
     @property
     def possible(self) -> bool:
-        """On a device of its own the optimizer can only be where the weights are."""
+        """On a device of its own the optimizer can only be where the weights are; both halves of the step are for state
+        on nvme.
+        """
+        if self.overlap == "both" and not (self.params == "nvme" and self.optimizer == "nvme"):
+            return False
         return not (self.fake and "device" in self.optimizer and self.params != "device")
 
 

@@ -46,6 +46,7 @@ def stats() -> dict[str, object]:
         "peak_tier_bytes": {"device": 4, "host": 5, "nvme": 6},
         "comm_bytes": {"all_gather": 7, "reduce_scatter": 8, "all_reduce": 9},
         "stall_s": {"nvme_read": 0.5, "nvme_write": 0.25, "gather": 0.0, "optimizer": 0.0, "host_budget": 0.0},
+        "redone_bytes": 0,
         "parameters": 1000,
     }
 
