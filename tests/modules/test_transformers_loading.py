@@ -141,7 +141,7 @@ def test_every_models_own_rules(name: str, how: str, tmp_path: Path) -> None:
 
 
 def test_layers_without_reset_parameters_are_named(tmp_path: Path) -> None:
-    with pytest.raises(tz.ConfigError, match=r"LlamaRMSNorm.*'weight'.*reset_parameters.*init=fn"):
+    with pytest.raises(tz.ConfigError, match=r"LlamaRMSNorm.*'weight'.*reset_parameters.*init=model._init_weights"):
         tz.shard(empty("llama"), config(tmp_path))
 
 
