@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -127,8 +128,15 @@ def stats(model: nn.Module) -> dict[str, Any]:
     Keys: ``parameters`` (elements), ``state_bytes``, ``tier_bytes`` and ``peak_tier_bytes`` {device, host, nvme},
     ``nvme_read_bytes``, ``nvme_write_bytes``, ``comm_bytes`` {all_gather, reduce_scatter, all_reduce}, ``stall_s``
     {nvme_read, nvme_write, gather, optimizer, host_budget}, ``step_s`` (from the step's first forward to the end of
-    ``optimizer.step()``) and ``compute_s``, the part of it that is no stall, ``placement`` (bytes of each kind of state
-    per tier) and ``prefetch``, ``tile`` (elements). All are this rank's.
+    ``optimizer.step()``) and ``compute_s``, the part of it that is no stall, ``cold_start_s``, the part of ``stall_s``
+    before the forward's first unit (without others inside it) had its weights, ``placement`` (bytes of each kind of
+    state per tier) and ``prefetch``, ``tile`` (elements). ``read_ahead_bytes`` are of state that the backward began to
+    read for the next forward.
+
+    Of updates ahead of the step (``optimizer.overlap = "both"``): ``tried_bytes``, ``kept_bytes`` and ``redone_bytes``
+    (bytes of state written ahead, made current, and written in vain; what becomes of a step's tries counts in the next
+    one), ``tries`` ("kept", "lost", "left out" after earlier losses, or None) and ``clip_factor``, the smallest factor
+    that clipping gave a gradient. All are this rank's.
     """
     runtime = runtime_of(model)
     placement: dict[str, dict[str, int]] = {}
@@ -146,6 +154,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
         "prefetch": runtime.plan.prefetch,
         "tile": runtime.plan.tile,
         **runtime.last_step.as_dict(),
+        **asdict(runtime.updates.outcome),
         "compute_s": runtime.last_step.compute_s,
     }
 

@@ -57,6 +57,7 @@ def train(rank: int, ranks: int, nvme: str, overlap: str, loop: Loop, sections: 
         record_state(model, outcome)
         outcome.norms = [norm if norm == norm else -1.0 for norm in outcome.norms]
         speculation = running(model).updater.speculation
+        assert speculation.tried_bytes == speculation.kept_bytes + speculation.lost_bytes
         return outcome, (speculation.kept, speculation.lost, speculation.lost_bytes)
 
 

@@ -46,7 +46,13 @@ def stats() -> dict[str, object]:
         "peak_tier_bytes": {"device": 4, "host": 5, "nvme": 6},
         "comm_bytes": {"all_gather": 7, "reduce_scatter": 8, "all_reduce": 9},
         "stall_s": {"nvme_read": 0.5, "nvme_write": 0.25, "gather": 0.0, "optimizer": 0.0, "host_budget": 0.0},
-        "redone_bytes": 0,
+        "redone_bytes": 10,
+        "tried_bytes": 40,
+        "kept_bytes": 20,
+        "read_ahead_bytes": 50,
+        "cold_start_s": 0.125,
+        "tries": "lost",
+        "clip_factor": 0.5,
         "parameters": 1000,
     }
 
@@ -112,6 +118,9 @@ def test_a_record_is_one_line_of_strict_json() -> None:
     assert found["compute_s"] == 1.25
     assert found["comm_bytes"] == {"all_gather": 7, "reduce_scatter": 8, "all_reduce": 9}
     assert found["peak_rss_bytes"] >= found["rss_bytes"] > 10**6
+    ahead = {key: value for key, value in stats().items() if key.endswith("_bytes") and isinstance(value, int)}
+    assert {key: found[key] for key in ahead} == ahead
+    assert (found["cold_start_s"], found["tries"], found["clip_factor"]) == (0.125, "lost", 0.5)
 
 
 def test_a_resumed_metrics_file_holds_every_step_once(tmp_path: Path) -> None:

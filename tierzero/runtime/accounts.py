@@ -24,9 +24,18 @@ def counters(runtime: Runtime) -> Counters:
             "reduce_scatter": moved.reduce_scatter,
             "all_reduce": moved.all_reduce,
         }
-    engine = runtime.engine
-    stalls, lost = dict(runtime.stalls.seconds), runtime.updater.speculation.lost_bytes
-    return Counters(engine.read_bytes, engine.write_bytes, comm, stalls, redone_bytes=lost)
+    engine, tried = runtime.engine, runtime.updater.speculation
+    return Counters(
+        engine.read_bytes,
+        engine.write_bytes,
+        comm,
+        dict(runtime.stalls.seconds),
+        redone_bytes=tried.lost_bytes,
+        tried_bytes=tried.tried_bytes,
+        kept_bytes=tried.kept_bytes,
+        read_ahead_bytes=runtime.tile_io.read_ahead_bytes,
+        cold_start_s=runtime.stalls.cold_start_s,
+    )
 
 
 def tier_bytes(runtime: Runtime) -> dict[str, int]:

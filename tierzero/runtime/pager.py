@@ -84,6 +84,8 @@ class Pager:
         self._kept = kept
         self._reads_ahead = reads_ahead
         self._units = units
+        self._outer = {index for unit in units for index in unit.ancestors}
+        """Units with others inside."""
         self._arena = arena
         self._engine = engine
         self._updater = updater
@@ -116,6 +118,8 @@ class Pager:
             self.prefetch()
         if record.state is Paging.COMING:
             self._finish(unit, record)
+        if in_order and self._stalls.starting and (unit.index not in self._outer or _in_backward()):
+            self._stalls.starting = False
         return record.gathered
 
     def prefetch(self) -> None:

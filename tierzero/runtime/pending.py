@@ -19,7 +19,7 @@ from tierzero.runtime.fixing import MomentOwners, Stepped, fixed_updates, next_u
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.speculation import Habit
 from tierzero.runtime.state import GroupState, SlotState, UnitState, UpdateSpec
-from tierzero.runtime.stats import Stalls
+from tierzero.runtime.stats import Stalls, StepOutcome, Tries
 from tierzero.runtime.update import Updater
 from tierzero.tiers import IoEngine, Priority
 
@@ -47,6 +47,7 @@ class PendingUpdates:
         self.anticipation = Anticipation()
         self._speculation = updater.speculation
         self.habit = Habit()
+        self.outcome = StepOutcome()
 
     def fix(self, stepped: Stepped, loss_scale: float) -> None:
         """Fixes the update of these parameters; it will read the gradients as they stand."""
@@ -117,6 +118,8 @@ class PendingUpdates:
 
     def end_speculation(self, applied: bool, slots: Sequence[SlotState]) -> None:
         """After a step has fixed its updates, or none; ``slots`` had gradients."""
+        factor = min((slot.clip_factor for slot in slots), default=1.0)
+        self.outcome = StepOutcome(factor, Tries.of(self._speculation.is_right(), self.habit.left_out))
         self._speculation.stop()
         self._speculation.drop(group for group in self._groups() if group.pending is None)
         self.habit.step_ended(applied and all(slot.clip_factor == 1.0 for slot in slots))

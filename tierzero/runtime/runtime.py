@@ -173,7 +173,7 @@ class Runtime:
             self.pager.trace.begin_forward(torch.is_grad_enabled())
         if self._between_steps and torch.is_grad_enabled():
             # Bytes are counted from step to step, as the next one's reads begin early; time is the step's own.
-            self._step_began, self._between_steps = counters(self), False
+            self._step_began, self._between_steps, self.stalls.starting = counters(self), False, True
             if self.timeline.on:
                 self.timeline.begin_step()
 
@@ -279,13 +279,13 @@ class Runtime:
         self.pager.trace.end_step()
         if self.overlap == "none":
             self.flush()
-        else:
-            self.pager.prefetch()
         now = counters(self)
         self.last_step, self._step_start = now.since(self._step_start, self._step_began), now
         self._between_steps = True
         if self.timeline.on:
             self.timeline.end_step()
+        if self.overlap != "none":
+            self.pager.prefetch()  # of the next step, which its bytes count in
 
     def check_use(self) -> None:
         """Refuses a use of weights that a backward has updated already and no step has confirmed."""

@@ -68,8 +68,8 @@ class Speculation:
         self._attempts: dict[int, _Attempt] = {}
         self.kept = self.lost = 0
         """Tiles."""
-        self.lost_bytes = 0
-        """Of state that was written to spare slots in vain."""
+        self.tried_bytes = self.kept_bytes = self.lost_bytes = 0
+        """Of state: written to spare slots, made current there, and written in vain."""
 
     # From the training thread.
 
@@ -82,6 +82,11 @@ class Speculation:
 
     def has(self, group: GroupState) -> bool:
         return id(group) in self._attempts
+
+    def is_right(self) -> bool | None:
+        """After a step: whether all that is tried is what it has fixed; None where nothing is tried."""
+        tried = list(self._attempts.values())
+        return all(attempt.spec == attempt.group.pending for attempt in tried) if tried else None
 
     def stop(self) -> None:
         """No tile that waits is tried any more."""
@@ -113,6 +118,7 @@ class Speculation:
         for tile in attempt.done.values():
             with self._tile_io.timing(Kind.KEPT, group, tile, _nbytes(tile)):
                 self._store.adopt_spare([home.stored for home in _state(tile)])
+                self.kept_bytes += _nbytes(tile)
         self.kept += len(attempt.done)
         return frozenset(attempt.done)
 
@@ -190,6 +196,7 @@ class Speculation:
             with self._tile_io.timing(Kind.PAGE_OUT, attempt.group, tile, _nbytes(tile)):
                 await self._store.write_spare(opened.lease, Priority.WRITE_BACK)
             attempt.done[id(tile)] = tile
+            self.tried_bytes += _nbytes(tile)
         finally:
             self._tile_io.close(opened)
 
@@ -204,9 +211,12 @@ class Habit:
     def __init__(self) -> None:
         self._usual = self._backwards = 0
         self._pause = self._left = 0
+        self.left_out = False
+        """The step that runs goes without, because of an earlier one."""
 
     def tries(self) -> bool:
         """Called in a backward."""
+        self.left_out = self._left > 0
         return self._left == 0 and self._backwards + 1 == self._usual
 
     def backward_ended(self) -> None:
@@ -214,7 +224,7 @@ class Habit:
 
     def step_ended(self, factor_was_one: bool) -> None:
         """``factor_was_one``: what was tried, if anything, was right."""
-        self._usual, self._backwards = self._backwards, 0
+        self._usual, self._backwards, self.left_out = self._backwards, 0, False
         if factor_was_one:
             self._pause = self._left = 0
         elif self._left:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 
 from tierzero.runtime.timeline import Timeline
 
@@ -38,6 +39,10 @@ class Stalls:
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.seconds = dict.fromkeys(STALL_KINDS, 0.0)
+        self.cold_start_s = 0.0
+        """What of all of them was while ``starting``."""
+        self.starting = False
+        """A step's first forward has begun, and none of its units without others inside has its weights yet."""
         self._timeline = timeline or Timeline()
         self._depth = 0
 
@@ -56,14 +61,39 @@ class Stalls:
                 for_room = min(elapsed, room.seconds() - before) if room is not None else 0.0
                 self.seconds["host_budget"] += for_room
                 self.seconds[kind] += elapsed - for_room
+                self.cold_start_s += elapsed if self.starting else 0.0
                 if self._timeline.on:
                     self._timeline.stalled(kind, unit, started, ended, for_room)
 
 
+class Tries(StrEnum):
+    """What became of the updates that were tried ahead of a step."""
+
+    KEPT = "kept"
+    LOST = "lost"
+    LEFT_OUT = "left out"
+    """None were tried, as they had been lost in an earlier step."""
+
+    @classmethod
+    def of(cls, right: bool | None, left_out: bool) -> Tries | None:
+        """``right``: whether the step fixed what was tried, None where nothing was."""
+        if right is None:
+            return cls.LEFT_OUT if left_out else None
+        return cls.KEPT if right else cls.LOST
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step fixed: the smallest factor that clipping gave a gradient, and what it made of `Tries`."""
+
+    clip_factor: float = 1.0
+    tries: Tries | None = None
+
+
 @dataclass(frozen=True)
 class Counters:
-    """Totals since the model was sharded. Bytes, and seconds for ``stall_s`` and ``step_s`` (of a clock: differences
-    count).
+    """Totals since the model was sharded. Bytes, and seconds for ``stall_s``, ``cold_start_s`` and ``step_s`` (of a
+    clock: differences count).
     """
 
     nvme_read_bytes: int = 0
@@ -74,6 +104,14 @@ class Counters:
     step_s: float = field(default_factory=time.perf_counter)
     redone_bytes: int = 0
     """Of state that was written ahead of a step in vain."""
+    tried_bytes: int = 0
+    """Of state that was written ahead of a step."""
+    kept_bytes: int = 0
+    """Of that, what the step made current."""
+    read_ahead_bytes: int = 0
+    """Of state that a backward began to read for the next forward."""
+    cold_start_s: float = 0.0
+    """What of the stalls came before the first unit without others inside could run."""
 
     def since(self, before: Counters, began: Counters) -> Counters:
         """What was moved since ``before``, and the time since ``began``."""
@@ -84,6 +122,10 @@ class Counters:
             {name: value - began.stall_s[name] for name, value in self.stall_s.items()},
             self.step_s - began.step_s,
             self.redone_bytes - before.redone_bytes,
+            self.tried_bytes - before.tried_bytes,
+            self.kept_bytes - before.kept_bytes,
+            self.read_ahead_bytes - before.read_ahead_bytes,
+            self.cold_start_s - began.cold_start_s,
         )
 
     @property

@@ -97,6 +97,8 @@ class TileIO:
         self.room = RoomClock()
         self._ahead: dict[int, _Ahead] = {}
         """Tiles read ahead, by identity."""
+        self.read_ahead_bytes = 0
+        """Of state, begun to be read by `read_ahead`."""
         self._lent: dict[int, asyncio.Future[None]] = {}
         """Of these, whose weights are being copied: done when they are not any more."""
         self._in_use: Counter[int] = Counter()
@@ -156,6 +158,7 @@ class TileIO:
         places = self._lay_out([home for _, home in staged])
         work = self._read_ahead(OpenTile(group, tile, staging=buffer), state, places, request)
         self._ahead[id(tile)] = _Ahead(self._store.engine.spawn(work), request)
+        self.read_ahead_bytes += sum(page_round(home.nbytes) for home in state)
         return True
 
     async def _read_ahead(

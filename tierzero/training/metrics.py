@@ -17,6 +17,8 @@ from .memory import peak_rss_bytes, rss_bytes
 TIERS = ("device", "host", "nvme")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 STALLS = ("nvme_read", "nvme_write", "gather", "optimizer", "host_budget")
+AHEAD = ("redone_bytes", "tried_bytes", "kept_bytes", "read_ahead_bytes")
+"""What was done ahead of the step or of the next forward, and what of it in vain."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Record:
     compute_s: float
     loss_scale: float | None = None
     redone_bytes: int = 0
+    tried_bytes: int = 0
+    kept_bytes: int = 0
+    read_ahead_bytes: int = 0
+    cold_start_s: float = 0.0
+    tries: str | None = None
+    clip_factor: float = 1.0
 
     def to_json(self) -> str:
         """One line of strict JSON: a number that is not finite becomes null."""
@@ -67,7 +75,8 @@ def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world
     values += [stats["peak_tier_bytes"][tier] for tier in TIERS]
     values += [stats["comm_bytes"][name] for name in COLLECTIVES]
     values += [stats["stall_s"][name] for name in STALLS]
-    values.append(stats["redone_bytes"])
+    values += [stats[name] for name in AHEAD]
+    values.append(stats["cold_start_s"])
     found = iter(ranks.total([float(value) for value in values], device))
     loss, step_s = next(found) / world_size, next(found) / world_size
     rss, peak, read, written = (int(next(found)) for _ in range(4))
@@ -93,7 +102,10 @@ def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world
         stall_s=stalls,
         compute_s=max(0.0, step_s - sum(stalls.values())),
         loss_scale=own.loss_scale,
-        redone_bytes=int(next(found)),
+        **{name: int(next(found)) for name in AHEAD},
+        cold_start_s=next(found) / world_size,
+        tries=stats["tries"],
+        clip_factor=stats["clip_factor"],
     )
 
 
