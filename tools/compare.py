@@ -20,9 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tierzero.cli.failures import reported
-from tierzero.profiling.compare import SIZES, VARIANTS, bound, compare, parse_settings, table
+from tierzero.profiling.compare import COMPARED, SIZES, bound, bytes_from, compare, parse_settings, table
 from tierzero.profiling.systems import Workload
 from tierzero.tiers.drive_rate import mixed_rate
+from tierzero.training.stopping import StopSignals
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
         "systems",
         nargs="*",
         default=["plain", "fsdp2", "tierzero-host", "tierzero-nvme"],
-        help=f"of {', '.join(VARIANTS)}",
+        help=f"of {', '.join(COMPARED)}",
     )
     parser.add_argument("--size", choices=SIZES, default="125m")
     parser.add_argument("--nvme", help="folder for tier files; default: a temporary one here")
@@ -48,8 +49,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw step times and memory (needs matplotlib)")
     options = parser.parse_args()
     for name in options.systems:
-        if name not in VARIANTS:
-            parser.error(f"unknown system {name!r}: choose from {', '.join(VARIANTS)}")
+        if name not in COMPARED:
+            parser.error(f"unknown system {name!r}: choose from {', '.join(COMPARED)}")
     for package, needed in (("deepspeed", "deepspeed-nvme" in options.systems), ("matplotlib", options.plot)):
         if needed and find_spec(package) is None:
             parser.error(f"{package} is not installed here: pip install {package}")
@@ -62,6 +63,7 @@ def main() -> None:
             system="plain", steps=options.steps, warmup=options.warmup, batch=options.batch, seq_len=options.seq_len,
             clip=options.clip, nvme=folder, config=parse_settings(options.set), **SIZES[options.size],
         )  # fmt: skip
+        bytes_from(work, options.systems)  # before anything is measured
         rates = [mixed_rate(folder)]
         rows = compare(
             work, options.systems, options.rounds, progress=lambda text: print(text, file=sys.stderr, flush=True)
@@ -82,5 +84,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with reported():
+    # Asked to stop, it ends the run that it waits for, and removes the folder.
+    with reported(), StopSignals(quiet=True) as signals, signals.at_once():
         main()

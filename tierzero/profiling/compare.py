@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tierzero.config import Config
-from tierzero.errors import TierZeroError
+from tierzero.errors import ConfigError, TierZeroError
 from tierzero.profiling.systems import Workload
 
 SIZES: dict[str, dict[str, int]] = {
@@ -42,6 +42,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What can be compared: the system and its configuration. In ``tierzero-nvme`` gradients stay on the host, where bf16
 takes 2 bytes per parameter."""
+BESIDE_IO = "plain-beside-io"
+"""Plain PyTorch beside a process that moves as many bytes per step on the drive as a run from NVMe measured with it."""
+COMPARED = (*VARIANTS, BESIDE_IO)
 
 
 @dataclass(frozen=True)
@@ -92,25 +95,64 @@ def as_variant(work: Workload, name: str) -> Workload:
     return replace(work, system=system, config=merged)
 
 
+def bytes_from(work: Workload, names: Sequence[str]) -> str | None:
+    """The variant whose bytes per step `BESIDE_IO` moves; None where that is not measured. Raises ConfigError where
+    it cannot be.
+    """
+    if BESIDE_IO not in names:
+        return None
+    if work.warmup < 2:
+        raise ConfigError(f"{BESIDE_IO} finds its rate in two steps: --warmup {work.warmup} must be at least 2")
+    for name in names:
+        if name != BESIDE_IO and _on_nvme(as_variant(work, name)):
+            return name
+    raise ConfigError(
+        f"{BESIDE_IO} moves as many bytes per step as a run from NVMe: name such a system too, as tierzero-nvme"
+    )
+
+
+def _on_nvme(work: Workload) -> bool:
+    return work.system == "tierzero" and "nvme" in work.config.get("placement", {}).values()
+
+
 def compare(work: Workload, names: Sequence[str], rounds: int, progress: Any = None) -> list[Row]:
-    """Runs every named variant ``rounds`` times, in turn."""
+    """Runs every named one of `COMPARED` ``rounds`` times, in turn; `BESIDE_IO` last, for which the others are
+    measured first. Raises ConfigError, TierZeroError.
+    """
+    example = bytes_from(work, names)
     outcomes: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(rounds):
-        for name in names:
+        for name in sorted(outcomes, key=lambda name: name == BESIDE_IO):
             if progress is not None:
                 progress(f"round {number + 1}/{rounds}: {name}")
-            outcomes[name].append(run_once(as_variant(work, name)))
+            if name == BESIDE_IO and example is not None:
+                outcomes[name].append(run_once(_beside(work, example, outcomes[example][-1])))
+            else:
+                outcomes[name].append(run_once(as_variant(work, name)))
     return [_row(name, work, results) for name, results in outcomes.items()]
+
+
+def _beside(work: Workload, name: str, outcome: dict[str, Any]) -> Workload:
+    """Plain PyTorch beside the bytes per step of ``name``."""
+    nbytes = int(statistics.median(_moved(work, outcome)))
+    if not nbytes:
+        raise TierZeroError(f"{BESIDE_IO}: {name} moved no bytes on a drive; give a folder on one with --nvme")
+    return replace(as_variant(work, "plain"), beside=nbytes)
+
+
+def _moved(work: Workload, outcome: dict[str, Any]) -> list[int]:
+    """Bytes of each step after the warm-up, reads and writes together."""
+    counted = slice(work.warmup, None)
+    return [
+        read + written
+        for read, written in zip(outcome["disk_read"][counted], outcome["disk_write"][counted], strict=True)
+    ]
 
 
 def _row(name: str, work: Workload, results: list[dict[str, Any]]) -> Row:
     counted = slice(work.warmup, None)
     step = statistics.median(value for result in results for value in result["step_s"][counted])
-    moved = [
-        read + written
-        for result in results
-        for read, written in zip(result["disk_read"][counted], result["disk_write"][counted], strict=True)
-    ]
+    moved = [nbytes for result in results for nbytes in _moved(work, result)]
     parameters = int(results[0]["parameters"])
     waits = [sum(stall.values()) for result in results for stall in result["stall_s"][counted]]
     return Row(

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tierzero.models.gpt import GPT, Block
+from tierzero.profiling.mover import Mover
 
 SYSTEMS = ("plain", "fsdp2", "deepspeed", "tierzero")
 
@@ -46,12 +47,14 @@ class Workload:
     nvme: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     """For tierzero: sections and keys over the defaults."""
+    beside: int = 0
+    """Bytes per step that a separate process moves meanwhile in the folder ``nvme``."""
 
 
 @dataclass
 class Outcome:
     """What the steps cost. Bytes and seconds, one entry per step; ``disk_*`` is what the kernel counted for the
-    process.
+    process, or for the one that moves bytes beside it.
     """
 
     parameters: int
@@ -231,27 +234,42 @@ def measure(work: Workload) -> Outcome:
         torch.set_num_threads(work.threads)
     stream = batches(work)
     systems = {"plain": plain, "fsdp2": fsdp2, "deepspeed": deepspeed, "tierzero": tierzero}
-    with systems[work.system](work) as (parameters, step):
+    with moving_beside(work) as mover, systems[work.system](work) as (parameters, step):
+        moving = "self" if mover is None else str(mover.pid)
         outcome = Outcome(parameters, [], [], [], [], 0, peak_rss(), [])
         for index in range(work.steps):
             if index == work.warmup:
                 reset_peak_rss()
             ids, targets = next(stream)
-            before = disk_bytes()
+            before = disk_bytes(moving)
             started = time.perf_counter()
             outcome.loss.append(step(ids, targets))
             outcome.step_s.append(time.perf_counter() - started)
-            after = disk_bytes()
+            after = disk_bytes(moving)
             outcome.disk_read.append(after[0] - before[0])
             outcome.disk_write.append(after[1] - before[1])
+            if mover is not None:
+                mover.pace(work.beside / outcome.step_s[-1])
         outcome.peak_rss = peak_rss()
         outcome.stall_s = getattr(step, "stalls", [])
     return outcome
 
 
-def disk_bytes() -> tuple[int, int]:
-    """Bytes that this process has caused to be read from and written to storage."""
-    values = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+@contextmanager
+def moving_beside(work: Workload) -> Iterator[Mover | None]:
+    """The process that moves ``work.beside`` bytes per step, if any; it rests during the first step, whose duration
+    says how fast it has to be in the second, and so on.
+    """
+    if not work.beside:
+        yield None
+        return
+    with Mover(work.nvme, work.beside) as mover:
+        yield mover
+
+
+def disk_bytes(pid: str = "self") -> tuple[int, int]:
+    """Bytes that a process has caused to be read from and written to storage."""
+    values = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     return int(values["read_bytes"]), int(values["write_bytes"])
 
 

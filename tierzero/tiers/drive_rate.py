@@ -26,11 +26,11 @@ def mixed_rate(folder: str | Path, *, nbytes: int = 2 << 30, block: int = 8 << 2
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".rate-", suffix=".tier") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
-        descriptor = _open_direct(file.name)
+        descriptor = open_direct(file.name)
         try:
             blocks = nbytes // block
             with ThreadPoolExecutor(depth) as threads:
-                buffers = [_huge_buffer(block) for _ in range(depth)]
+                buffers = [huge_buffer(block) for _ in range(depth)]
 
                 def transfer(lane: int, write_all: bool) -> None:
                     for index in range(lane, blocks, depth):
@@ -59,13 +59,15 @@ def measured_shares(directories: Sequence[TierDirectory]) -> tuple[int, ...]:
     return shares_of([rates[os.stat(directory.root).st_dev] for directory in directories])
 
 
-def _open_direct(path: str) -> int:
+def open_direct(path: str) -> int:
+    """A descriptor for reading and writing, with O_DIRECT where the file system has it."""
     with suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_DIRECT)
     return os.open(path, os.O_RDWR)
 
 
-def _huge_buffer(nbytes: int) -> memoryview:
+def huge_buffer(nbytes: int) -> memoryview:
+    """``nbytes`` of memory on huge pages where there are any, filled with bytes that do not compress."""
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
