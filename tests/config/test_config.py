@@ -78,7 +78,7 @@ def test_values_and_types_after_validation() -> None:
 def test_defaults_are_complete() -> None:
     config = Config.from_dict({})
     config.check()
-    assert (config.train.precision, config.sharding.stage, config.optimizer.overlap) == ("bf16", 3, "forward")
+    assert (config.train.precision, config.sharding.stage, config.optimizer.overlap) == ("bf16", 3, "auto")
 
 
 def test_to_dict_makes_the_same_configuration() -> None:

@@ -44,6 +44,7 @@ def configuration(case: dict[str, Any], nvme: Path) -> tz.Config:
         "train": {"batch_size": 2, "seq_len": 16},
         "tiers": {"nvme": [str(nvme)]},
         "sharding": {"min_unit": 0},
+        "optimizer": {"overlap": "forward"},
     }
     for section, keys in case.items():
         base.setdefault(section, {}).update(keys)

@@ -50,7 +50,7 @@ durable = true
 metrics = "metrics.jsonl"
 """
 ALL_BUT_PREFETCH = ["optimizer.overlap=forward", "tiers.tile=32768", "io.queue_depth=4", "io.block_size=4MiB"]
-FACTS = Facts(True, True, True, True, 1 << 20, 2, 8, 10, 1 << 24, 1)
+FACTS = Facts(True, True, True, True, 1 << 20, 2, 8, 10, 1 << 24, 1, "forward", True)
 
 
 def configuration(folder: Path, batch_size: int = 4) -> Path:
@@ -80,7 +80,7 @@ def test_only_keys_that_are_left_open_are_tried() -> None:
 
 
 def test_only_keys_that_can_matter_are_tried() -> None:
-    in_memory = Facts(True, False, False, False, 1 << 20, 2, 8, 10, 1 << 24, 1)
+    in_memory = Facts(True, False, False, False, 1 << 20, 2, 8, 10, 1 << 24, 1, "forward", False)
     assert keys_of(open_candidates(Config.from_dict({}), in_memory)) == {"optimizer.overlap", "train.threads"}
 
 
@@ -102,7 +102,7 @@ def test_what_runs_now_is_no_candidate() -> None:
 def test_updates_in_the_backward_are_tried_where_they_are_allowed(
     train: dict[str, Any], micro_steps: int, allowed: bool
 ) -> None:
-    facts = Facts(True, True, True, True, 1 << 20, 2, 8, 10, 1 << 24, micro_steps)
+    facts = Facts(True, True, True, True, 1 << 20, 2, 8, 10, 1 << 24, micro_steps, "forward", False)
     candidates = open_candidates(Config.from_dict({"train": train}), facts)
     assert (Candidate((("optimizer.overlap", "backward"),)) in candidates) is allowed
 

@@ -110,16 +110,19 @@ def test_pools_keep_to_generous_and_small_budgets_alike(tmp_path: Path) -> None:
         assert result.stats["peak_tier_bytes"]["host"] <= limit
 
 
-def test_tier_bytes_are_those_of_the_plan(tmp_path: Path) -> None:
-    """bf16 on one rank: 2 bytes of weights, 10 of remainder and moments, 2 of gradients per (padded) parameter."""
+@pytest.mark.parametrize(("overlap", "nbytes_each"), [("forward", 14), ("auto", 26)])
+def test_tier_bytes_are_those_of_the_plan(overlap: str, nbytes_each: int, tmp_path: Path) -> None:
+    """bf16 on one rank: 2 bytes of weights, 10 of remainder and moments, 2 of gradients per (padded) parameter; second
+    slots for all but the gradients.
+    """
     model = net()
-    with sharded(model, configured(tmp_path), RECIPE):
+    with sharded(model, configured(tmp_path, optimizer={"overlap": overlap}), RECIPE):
         stats, runtime = tz.stats(model), running(model)
         padded = sum(group.layout.numel for group in runtime.groups())
-        pages = 4096 * 3 * sum(len(group.tiles) for group in runtime.groups())
+        pages = 4096 * (3 if overlap == "forward" else 5) * sum(len(group.tiles) for group in runtime.groups())
         for kind, nbytes in (("params", 2), ("optimizer", 10), ("gradients", 2)):
             assert stats["placement"][kind] == {"device": 0, "host": 0, "nvme": nbytes * padded}
-        assert 14 * padded <= stats["tier_bytes"]["nvme"] < 14 * padded + pages
+        assert nbytes_each * padded <= stats["tier_bytes"]["nvme"] < nbytes_each * padded + pages
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert sum(path.stat().st_blocks * 512 for path in files) >= 14 * padded
+        assert sum(path.stat().st_blocks * 512 for path in files) >= nbytes_each * padded
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size], "emptied at the end"

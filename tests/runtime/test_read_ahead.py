@@ -63,7 +63,7 @@ def test_what_is_read_ahead_is_used_and_changes_no_bit(
 
 def test_nothing_is_read_twice(tmp_path: Path, taken: list[int]) -> None:
     """12 bytes of state in fp32, weights once more in the backward at most."""
-    with sharded(built(STACK), config(tmp_path), STACK.units) as model:
+    with sharded(built(STACK), config(tmp_path, optimizer={"overlap": "forward"}), STACK.units) as model:
         optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
         for step in range(4):
             one_step(model, optimizer, step)

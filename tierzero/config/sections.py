@@ -210,11 +210,12 @@ class OptimizerSection(Section):
     warmup: Annotated[int, whole(0, 10**9)] = key(0, "Steps of linear warm-up.")
     min_lr_ratio: Annotated[float, real(0, 1)] = key(0.1, "Where cosine and linear end, as a fraction of lr.")
     overlap: Annotated[
-        Literal["forward", "both", "backward", "none"], choice("forward", "both", "backward", "none")
+        Literal["auto", "forward", "both", "backward", "none"], choice("auto", "forward", "both", "backward", "none")
     ] = key(
-        "forward",
+        "auto",
         "What the update runs beside: the next forward; both halves of the step (takes twice the space for states on "
-        "nvme); the backward alone (needs train.grad_clip = 0); or nothing.",
+        'nvme); the backward alone (needs train.grad_clip = 0); or nothing. "auto": both halves where that is possible '
+        "and takes at most half of what the drives have free, within tiers.nvme_limit; else the next forward.",
     )
     ema: Annotated[float, real(0, 1, below=True)] = key(
         0.0,

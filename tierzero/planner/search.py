@@ -49,8 +49,10 @@ class Candidate:
     plan: MemoryPlan
     prediction: Prediction
     activations: int
+    overlap: str
+    """The choice's, or what "auto" comes to."""
     second_slots: int = 0
-    """Bytes of tier files for durable tiers, beside those of the plan."""
+    """Bytes of tier files that second slots take, beside those of the plan."""
 
     @property
     def step_s(self) -> float:

@@ -64,7 +64,8 @@ class Budgets:
     """What the user allows per rank. None: as much as the plan needs, up to ``free`` bytes of that memory.
 
     ``available`` is what this rank can have of the machine's memory at all, whatever the budgets say;
-    ``nvme_capacity`` what the nvme paths could take if nothing else lay on them.
+    ``nvme_capacity`` what the nvme paths could take if nothing else lay on them, ``nvme_free`` what is free there now,
+    for all ranks of the node together.
     """
 
     device: int | None
@@ -79,6 +80,9 @@ class Budgets:
     nvme_capacity: int = 1 << 62
     nvme_limited: bool = False
     """``nvme_capacity`` is less than the drives would hold, because the user says so."""
+    nvme_free: int = 1 << 62
+    nvme_in_memory: bool = False
+    """A path lies in a file system that keeps its files in host memory."""
 
     @property
     def device_limit(self) -> int:

@@ -16,6 +16,7 @@ from tierzero.planner.shape import Budgets
 from tierzero.runtime.device import Device, choose_device
 from tierzero.sharding.collectives import World
 from tierzero.tiers.free_memory import available_bytes
+from tierzero.tiers.room import rooms_of
 
 _FREE_SHARE = 0.8
 """Of the free memory, what an unstated budget may take: the rest is for activations and the system."""
@@ -104,6 +105,7 @@ def budgets_here(config: Config, local_size: int, device: Device | None = None) 
         local_size,
         available,
         *_nvme_capacity(config),
+        *_nvme_free(config),
     )
 
 
@@ -130,3 +132,15 @@ def _nvme_capacity(config: Config) -> tuple[int, bool]:
         size = 1 << 62
     limit = config.tiers.nvme_limit
     return (size, False) if limit is None or limit > size else (limit, True)
+
+
+def _nvme_free(config: Config) -> tuple[int, bool]:
+    """Bytes that files in equal parts could take of the drives now, and whether one of them is memory."""
+    paths = config.tiers.nvme
+    try:
+        drives = rooms_of(dict.fromkeys(paths, 1))
+    except OSError:
+        drives = []
+    if not drives:
+        return 1 << 62, False
+    return min(drive.free // drive.wanted for drive in drives) * len(paths), any(drive.in_memory for drive in drives)

@@ -3,6 +3,7 @@ allocated."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import weakref
@@ -23,6 +24,7 @@ from tierzero.optim.average import warm_up as warm_up_average
 from tierzero.optim.gradient import warm_up as warm_up_gradients
 from tierzero.optim.kernel import warm_up
 from tierzero.planner.memory_plan import plan_memory
+from tierzero.planner.overlap import check_both, may_be_tried
 from tierzero.planner.shape import Budgets, MemoryPlan, TileHomes
 from tierzero.runtime.budgets import Share, agreed, budgets_here
 from tierzero.runtime.contents import parameters_in, state_in
@@ -36,6 +38,7 @@ from tierzero.runtime.refusals import install_refusals
 from tierzero.runtime.runtime import Runtime
 from tierzero.runtime.same_config import check_same_config
 from tierzero.runtime.sealing import LastingFiles
+from tierzero.runtime.second_slots import open_tiers
 from tierzero.runtime.shardable import check_model
 from tierzero.runtime.state import GroupState, Home, SlotState, Tile, UnitState
 from tierzero.runtime.zeroing import install_zero_grad
@@ -77,14 +80,14 @@ def build_runtime(
     plan = plan_memory(drafted.shape(), drafted.request(config, world.size), budgets)
     compiler = _compiler(drafted, world, device, backend) if config.train.compile else None
     if config.optimizer.overlap == "both":
-        _check_both(plan)
+        check_both(plan)
     machinery = _assemble(plan, config, budgets, world, device, drafted, poison, lasting)
     runtime: Runtime | None = None
     try:
         unit_states = _declare(drafted, plan, machinery.store, world, device)
-        if lasting is not None:
-            lasting.check_layout(machinery.store)
-        machinery.store.open(existing=lasting is not None and lasting.found is not None)
+        open_store = functools.partial(_open, machinery.store, lasting)
+        overlap = open_tiers(open_store, machinery.store, config, plan, world)
+        machinery = dataclasses.replace(machinery, overlap=overlap)
         runtime = Runtime(model, unit_states, machinery)
         shared.held_by(runtime)
         for unit in unit_states:
@@ -149,14 +152,6 @@ def _all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
     return found
 
 
-def _check_both(plan: MemoryPlan) -> None:
-    if not any({tile.weight, tile.optimizer} == {Tier.NVME} for tiles in plan.homes for tile in tiles):
-        raise ConfigError(
-            'optimizer.overlap = "both": works on weights and optimizer state that both lie on nvme, and here none do; '
-            'use overlap = "forward", or place them there'
-        )
-
-
 def _assemble(
     plan: MemoryPlan,
     config: Config,
@@ -201,7 +196,7 @@ def _assemble(
         store,
         pools,
         collectives,
-        config.optimizer.overlap,
+        overlap if (overlap := config.optimizer.overlap) != "auto" else "forward",  # until the tiers are open
         input_dtype,
         drafted.kept,
         lasting,
@@ -237,6 +232,12 @@ def _declare(drafted: Draft, plan: MemoryPlan, store: TieredStore, world: World,
     return units
 
 
+def _open(store: TieredStore, lasting: LastingFiles | None) -> None:
+    if lasting is not None:
+        lasting.check_layout(store)
+    store.open(existing=lasting is not None and lasting.found is not None)
+
+
 def _declare_tiles(
     name: str, group: GroupState, homes: Sequence[TileHomes], tile: int, store: TieredStore
 ) -> tuple[Tile, ...]:
@@ -256,21 +257,22 @@ def _declare_tiles(
             elements = group.layout.numel if kept else group.layout.shard_numel
             whole[kind] = store.add(f"{name}/{kind}", elements * sizes[kind], tier)
 
-    def home_of(kind: str, start: int, numel: int, index: int, tier: Tier | None) -> Home | None:
+    def home_of(kind: str, start: int, numel: int, index: int, tier: Tier | None, tried: bool = False) -> Home | None:
         if tier is None:
             return None
         if kind in whole:
             return Home(whole[kind], (starts[kind] + start) * sizes[kind], numel * sizes[kind])
         nbytes = numel * sizes[kind] if kind in sizes else group.fmt.optimizer_bytes(numel) if group.fmt else 0
         about = functools.partial(parameters_in if kind == "gradient" else state_in, group, start, start + numel)
-        stored = store.add(f"{name}/{kind}/{index}", nbytes, tier, lasting=kind != "gradient", about=about)
+        stored = store.add(f"{name}/{kind}/{index}", nbytes, tier, lasting=kind != "gradient", about=about, tried=tried)
         return Home(stored, 0, nbytes)
 
     tiles = []
     for span, home in zip(group.layout.tiles(tile), homes, strict=True):
-        weight = home_of("weight", span.start, span.numel, span.index, home.weight)
+        tried = may_be_tried(home)
+        weight = home_of("weight", span.start, span.numel, span.index, home.weight, tried)
         assert weight is not None
-        optimizer = home_of("optimizer", span.start, span.numel, span.index, home.optimizer)
+        optimizer = home_of("optimizer", span.start, span.numel, span.index, home.optimizer, tried)
         gradient = home_of("gradient", span.start, span.numel, span.index, home.gradient)
         tiles.append(Tile(span, weight, optimizer, gradient))
     return tuple(tiles)

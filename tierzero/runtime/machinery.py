@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
+from tierzero.planner.overlap import Overlap
 from tierzero.planner.shape import MemoryPlan
 from tierzero.runtime.device import Device
 from tierzero.runtime.sealing import LastingFiles
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.tiers import IoEngine, MemoryPool, TieredStore
-
-Overlap = Literal["both", "forward", "backward", "none"]
 
 
 class Unfinished(Protocol):

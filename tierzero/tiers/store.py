@@ -22,6 +22,7 @@ from tierzero.tiers.faults import first_cause
 from tierzero.tiers.file import Direct
 from tierzero.tiers.memory import MemoryPool
 from tierzero.tiers.objects import About, Extent, Lease, Residency, StoredObject, claim, layout, runs
+from tierzero.tiers.room import DriveRoom
 from tierzero.tiers.striped_file import StripedFile
 from tierzero.tiers.stripes import equal_shares
 from tierzero.tiers.tier import Tier
@@ -36,7 +37,8 @@ class TieredStore:
     are in bytes. ``verify`` keeps a checksum of each nvme object as it is written and checks it at every page-in.
 
     ``lasting`` names tier files that outlive the process, for objects that were declared so; see `tiers.seals`.
-    ``twofold``: those objects have a second slot also where the files do not last, for `write_spare`.
+    ``twofold``: objects that may be tried have a second slot from the start, for `write_spare`; `add_second_slots`
+    gives them one later.
     """
 
     def __init__(
@@ -68,15 +70,28 @@ class TieredStore:
         self._lasting = lasting
         self._twofold = twofold
         self._objects: dict[str, StoredObject] = {}
+        self._tried: list[StoredObject] = []
+        """Objects that may get a second slot."""
+        self._added: list[StoredObject] = []
+        """Those that got one after the store was opened."""
         self._file_bytes = 0
         self._opened = False
         self._directories: list[TierDirectory] = []
         self._cleanup = ExitStack()
 
-    def add(self, name: str, nbytes: int, home: Tier, lasting: bool = False, about: About = None) -> StoredObject:
+    def add(
+        self,
+        name: str,
+        nbytes: int,
+        home: Tier,
+        lasting: bool = False,
+        about: About = None,
+        tried: bool = False,
+    ) -> StoredObject:
         """Declares an object; takes nothing yet. nvme objects added one after another are neighbours in the file.
 
-        ``lasting`` counts on nvme, in a store that has lasting files. ``about`` says in messages what is in it.
+        ``lasting`` counts on nvme, in a store that has lasting files. ``about`` says in messages what is in it;
+        ``tried``, that it may get a second slot.
         """
         if self._opened:
             raise RuntimeError(f"{name!r} is added to a store that is open already")
@@ -88,9 +103,11 @@ class TieredStore:
         if home is Tier.NVME:
             extent = Extent(self._file_bytes, page_round(nbytes))
             self._file_bytes += extent.nbytes
-        state = lasting and extent is not None
-        lasting = state and self._lasting is not None
-        stored = self._objects[name] = StoredObject(name, nbytes, home, extent, lasting, about, state and self._twofold)
+        lasting = lasting and extent is not None and self._lasting is not None
+        tried = tried and extent is not None
+        stored = self._objects[name] = StoredObject(name, nbytes, home, extent, lasting, about, tried and self._twofold)
+        if tried:
+            self._tried.append(stored)
         return stored
 
     def open(self, existing: bool = False) -> None:
@@ -317,10 +334,50 @@ class TieredStore:
         self._cleanup.close()
         self.file = None
 
+    # Second slots, of an open store.
+
+    @property
+    def second_slot_bytes(self) -> int:
+        """What `add_second_slots` would take."""
+        return sum(stored.extent.nbytes for stored in self._without_second_slot() if stored.extent is not None)
+
+    def room_for_second_slots(self, ranks: int) -> list[DriveRoom]:
+        """Of every drive, for those of ``ranks`` ranks like this one. Raises OSError."""
+        if self.file is None:
+            return []
+        return self.file.room_for(self._file_bytes + self.second_slot_bytes, ranks)
+
+    def add_second_slots(self) -> None:
+        """One for every object that may be tried and has none. Raises BudgetError where there is no room; nothing has
+        changed then.
+        """
+        added = self._without_second_slot()
+        if self.file is None or not added:
+            return
+        self.file.resize(self._file_bytes + self.second_slot_bytes)
+        for stored in added:
+            stored.twofold = True
+        self._added = added
+        self._add_spares()
+
+    def drop_second_slots(self) -> None:
+        """Gives up what `add_second_slots` took, before anything is written there."""
+        dropped, self._added = self._added, []
+        if self.file is None or not dropped:
+            return
+        for stored in dropped:
+            assert stored.spare is not None
+            self._file_bytes -= stored.spare.nbytes
+            stored.spare, stored.twofold = None, False
+        self.file.resize(self._file_bytes)
+
+    def _without_second_slot(self) -> list[StoredObject]:
+        return [stored for stored in self._tried if not stored.twofold]
+
     def _add_spares(self) -> None:
         """Second slots lie behind everything else, in the same order: neighbours are neighbours there too."""
         for stored in self._objects.values():
-            if not stored.twofold:
+            if not stored.twofold or stored.spare is not None:
                 continue
             assert stored.extent is not None
             stored.spare = Extent(self._file_bytes, stored.extent.nbytes)

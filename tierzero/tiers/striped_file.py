@@ -14,6 +14,7 @@ from tierzero.errors import BudgetError, ConfigError, TierError
 from tierzero.tiers.allocator import PAGE, page_round
 from tierzero.tiers.directory import TierDirectory
 from tierzero.tiers.file import BufferedPages, Direct, FileUsers, Piece
+from tierzero.tiers.room import DriveRoom, rooms_of
 from tierzero.tiers.stripes import StripePattern, equal_shares
 
 _NAME = "state"
@@ -141,6 +142,36 @@ class StripedFile:
                     os.fdatasync(fd)
             except OSError as error:
                 raise TierError(f"{stripe.path} cannot be flushed to its drive: {error.strerror}") from error
+
+    def room_for(self, nbytes: int, ranks: int = 1) -> list[DriveRoom]:
+        """Of every drive for a file of ``nbytes``: what it would take beside what it has, ``ranks`` times. OSError."""
+        wanted: dict[Path, int] = {}
+        for stripe, size in zip(self._stripes, self._pattern.sizes(page_round(nbytes), self.block_size), strict=True):
+            wanted[stripe.directory.root] = wanted.get(stripe.directory.root, 0) + ranks * (size - stripe.size)
+        return rooms_of(wanted)
+
+    def resize(self, nbytes: int) -> None:
+        """Makes the file longer or shorter; what is in it and stays keeps its place. Nothing may be on its way there.
+
+        Raises BudgetError where a drive has no room for more; the file is then as it was.
+        """
+        nbytes = page_round(nbytes)
+        before = [stripe.size for stripe in self._stripes]
+        sizes = self._pattern.sizes(nbytes, self.block_size)
+        for stripe, size in zip(self._stripes, sizes, strict=True):
+            shorter, stripe.size = size < stripe.size, size
+            try:
+                if shorter:
+                    os.ftruncate(stripe.fd, size)
+                else:
+                    _preallocate(stripe)
+            except OSError as error:
+                failure = _creation_error(stripe, error)
+                for each, old in zip(self._stripes, before, strict=True):
+                    os.ftruncate(each.fd, old)
+                    each.size = old
+                raise failure from error
+        self.nbytes = nbytes
 
     def free_bytes(self, path_index: int) -> int:
         """Free space of the file system that the file lies on."""

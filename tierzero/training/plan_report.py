@@ -23,7 +23,7 @@ def as_json(plan: Plan, improvements: Sequence[Improvement], default: Plan | Non
         "placement": placement_of(plan),
         "tile": best.plan.tile,
         "prefetch": best.plan.prefetch,
-        "overlap": best.choice.overlap,
+        "overlap": best.overlap,
         "recompute": best.choice.recompute,
         "phases_s": {"forward": phases.forward, "backward": phases.backward, "update": phases.update},
         "waiting_s": phases.waiting,

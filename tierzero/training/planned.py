@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from ..planner.counting import count_work
 from ..planner.generic import generic_machine
 from ..planner.machine import MachineProfile
 from ..planner.memory_plan import plan_memory
+from ..planner.overlap import Overlap, check_both, planned_overlap, second_slot_bytes
 from ..planner.placement import totals_by_kind
 from ..planner.prediction import Ranks as PlannedRanks
 from ..planner.prediction import Workload, predict, transient_peak
@@ -29,7 +30,6 @@ from ..planner.shape import Budgets, MemoryPlan, ModelShape
 from ..runtime.budgets import budgets_here
 from ..runtime.draft import Draft, draft
 from ..sharding.stages import KINDS
-from ..tiers import Tier
 from .ranks import Ranks, micro_batches
 from .settings import said_with
 from .without_memory import model_and_loss
@@ -114,12 +114,12 @@ class Planner:
         """What the configuration leaves open. What it says is not changed."""
         given, config = self.config.given(), self.config
         said = {(section, key) for section, keys in given.items() for key in keys}
-        overlaps = ["forward", "none"]
+        overlaps = ["forward", "both", "none"]
         if config.train.grad_clip == 0 and config.train.precision != "fp16" and self.micro_steps == 1:
             overlaps.insert(0, "backward")
         return Options(
             [config.activations.recompute] if ("activations", "recompute") in said else ["none", "unit", "sqrt"],
-            [config.optimizer.overlap] if ("optimizer", "overlap") in said else overlaps,
+            [config.optimizer.overlap] if config.optimizer.overlap != "auto" else overlaps,
             self._orders(("placement", "order") in said),
             [config.tiers.tile] if config.tiers.tile is not None else _TILES,
             [config.tiers.prefetch] if config.tiers.prefetch is not None else [None, 1, 2, 3, 4],
@@ -165,31 +165,43 @@ class Planner:
         )
         plan = plan_memory(self.shape, request, _without(budgets, activations))
         _check_device(plan, activations, site.machine)
-        second = self._second_slots(plan)
-        if plan.nvme_state + second > budgets.nvme_capacity:
-            missing = plan.nvme_state + second - budgets.nvme_capacity
-            raise BudgetError(
-                f"tiers.nvme: {missing:,} bytes short of {plan.nvme_state + second:,} (two slots of each tile: "
-                f"{self._why_two_slots}); use larger drives, raise tiers.nvme_limit, or place less there",
-                missing,
-            )
+        overlap = self._overlap(choice.overlap, plan, budgets)
+        second = self._second_slots(overlap, plan, budgets)
+        # What the backward does ahead is the drive's to say: not counted on.
+        load = dataclasses.replace(load, overlap="forward" if overlap == "both" else overlap)
         try:
-            return Candidate(choice, plan, predict(load, plan, site.machine), activations, second)
+            return Candidate(choice, plan, predict(load, plan, site.machine), activations, overlap, second)
         except RuntimeError as error:
             raise BudgetError(f"plan: {error}; raise tiers.device") from None
 
-    @property
-    def _why_two_slots(self) -> str:
-        if self.config.checkpoint.durable:
-            return "checkpoint.durable"
-        return 'optimizer.overlap = "both"' if self.config.optimizer.overlap == "both" else ""
+    def _overlap(self, chosen: str, plan: MemoryPlan, budgets: Budgets) -> Overlap:
+        """What a run has that is configured so. Raises BudgetError for "both" that nobody asked for, where "auto" would
+        not choose it.
+        """
+        overlap, durable = cast("Overlap", chosen), self.config.checkpoint.durable
+        if self.config.optimizer.overlap == "both":
+            check_both(plan)
+        elif chosen in ("auto", "both"):
+            overlap = planned_overlap("auto", self.shape, plan, budgets, durable)
+            if chosen == "both" and overlap != "both":
+                raise BudgetError('optimizer.overlap = "both": nothing to try, or no room for second slots')
+        return overlap
 
-    def _second_slots(self, plan: MemoryPlan) -> int:
-        """Bytes of tier files that second slots take beside the first."""
-        if not self._why_two_slots:
+    def _second_slots(self, overlap: Overlap, plan: MemoryPlan, budgets: Budgets) -> int:
+        """Bytes of tier files that second slots take beside the first. Raises BudgetError where they do not fit."""
+        durable = self.config.checkpoint.durable
+        if not durable and overlap != "both":
             return 0
-        totals = totals_by_kind(self.shape, plan.homes, plan.tile)
-        return totals["params"][Tier.NVME] + totals["optimizer"][Tier.NVME]
+        second = second_slot_bytes(self.shape, plan, durable)
+        missing = plan.nvme_state + second - budgets.nvme_capacity
+        if missing > 0:
+            why = "checkpoint.durable" if durable else 'optimizer.overlap = "both"'
+            raise BudgetError(
+                f"tiers.nvme: {missing:,} bytes short of {plan.nvme_state + second:,} (two slots of each tile: {why}); "
+                "use larger drives, raise tiers.nvme_limit, or place less there",
+                missing,
+            )
+        return second
 
     def _workload(self, choice: Choice, site: Site, segment: int) -> Workload:
         recomputed = list(dict.fromkeys(self._units[name] for name in self._draft.blocks)) if segment else []
@@ -200,8 +212,7 @@ class Planner:
             self._draft.stage,
             PlannedRanks(site.ranks, site.local),
             self.micro_steps,
-            # What the backward does ahead is the drive's to say: not counted on.
-            "forward" if choice.overlap == "both" else choice.overlap,
+            choice.overlap,
             recomputed,
             segment,
             self._draft.kept,
@@ -241,7 +252,7 @@ def settings(plan: Plan) -> dict[str, dict[str, Any]]:
     return {
         **({"placement": {"order": list(best.choice.order)}} if _competes(plan.config) else {}),
         "tiers": {"tile": best.plan.tile, "prefetch": best.plan.prefetch},
-        "optimizer": {"overlap": best.choice.overlap},
+        "optimizer": {"overlap": best.overlap},
         "activations": {"recompute": best.choice.recompute},
     }
 

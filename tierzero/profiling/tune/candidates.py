@@ -53,10 +53,14 @@ class Facts:
     largest_shard: int
     """Elements."""
     micro_steps: int
+    overlap: str
+    """What the update runs beside, as the run has it."""
+    may_try: bool
+    """There are tiles that the backward can try."""
 
 
 OPTIONS: dict[str, tuple[Value, ...]] = {
-    "optimizer.overlap": ("backward", "none", "forward"),
+    "optimizer.overlap": ("backward", "both", "forward", "none"),
     "tiers.tile": (1 << 21, 1 << 19, 1 << 22, 1 << 18, 1 << 20, 1 << 17, 1 << 16),
     "io.queue_depth": (16, 4, 32, 8),
     "io.block_size": ("4MiB", "16MiB", "2MiB", "8MiB"),
@@ -98,7 +102,7 @@ def _open_options(config: Config, facts: Facts) -> dict[str, list[Value]]:
 def _is_set(config: Config, key: str) -> bool:
     """Whether the user gave it a value; "auto" leaves it open."""
     section, name = key.split(".")
-    return name in config.given().get(section, {}) and getattr(getattr(config, section), name) is not None
+    return name in config.given().get(section, {}) and getattr(getattr(config, section), name) not in (None, "auto")
 
 
 def _sensible(config: Config, facts: Facts) -> dict[str, list[Value]]:
@@ -111,7 +115,7 @@ def _sensible(config: Config, facts: Facts) -> dict[str, list[Value]]:
         and value <= facts.largest_shard
     ]
     now: dict[str, tuple[bool, Value, Sequence[Value]]] = {
-        "optimizer.overlap": (True, config.optimizer.overlap, _overlaps(config, facts)),
+        "optimizer.overlap": (True, facts.overlap, _overlaps(config, facts)),
         "train.threads": (facts.on_host, facts.threads, _threads(facts.threads)),
         "tiers.tile": (facts.moves_tiles, facts.tile, tiles),
         "io.queue_depth": (facts.uses_nvme, config.io.queue_depth, OPTIONS["io.queue_depth"]),
@@ -134,8 +138,11 @@ def _plain(key: str, value: Value) -> Value | None:
 
 
 def _overlaps(config: Config, facts: Facts) -> list[Value]:
-    early = config.train.grad_clip == 0 and config.train.precision != "fp16" and facts.micro_steps == 1
-    return [value for value in OPTIONS["optimizer.overlap"] if value != "backward" or early]
+    can = {
+        "backward": config.train.grad_clip == 0 and config.train.precision != "fp16" and facts.micro_steps == 1,
+        "both": facts.may_try and not config.checkpoint.durable,
+    }
+    return [value for value in OPTIONS["optimizer.overlap"] if can.get(str(value), True)]
 
 
 def _threads(cores: int) -> list[Value]:

@@ -18,6 +18,7 @@ from tierzero.data import open_data
 from tierzero.errors import ConfigError, TierZeroError
 from tierzero.models import bundled_model
 from tierzero.planner.memory_plan import plan_memory
+from tierzero.planner.overlap import has_tried_tiles, planned_overlap
 from tierzero.profiling.measured_run import RunFailedError, RunTooLongError, measured_run, only_steps
 from tierzero.profiling.tune.candidates import Candidate, Facts
 from tierzero.profiling.tune.halving import Failed, Limits, Measured
@@ -59,6 +60,8 @@ def checked(config: Config, ranks: int) -> Facts:
         units=len(shape.unit_names),
         largest_shard=max(group.layout.shard_numel for group in shape.groups),
         micro_steps=micro_steps,
+        overlap=planned_overlap(config.optimizer.overlap, shape, plan, budgets, config.checkpoint.durable),
+        may_try=has_tried_tiles(plan),
     )
 
 

@@ -1,0 +1,88 @@
+"""What `optimizer.overlap = "auto"` comes to: both halves of the step where there are tiles that the backward can try
+and plenty of room for their second slots, else the next forward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from tierzero.errors import ConfigError
+from tierzero.planner.placement import totals_by_kind
+from tierzero.planner.shape import BYTES_OF, Budgets, MemoryPlan, ModelShape, TileHomes
+from tierzero.tiers import Tier, page_round
+from tierzero.tiers.room import DriveRoom
+
+Overlap = Literal["both", "forward", "backward", "none"]
+
+_PART = 0.5
+"""Of what is free with all first slots on the drives, what second slots that nobody asked for may take: the rest is for
+checkpoints and for whoever else writes there."""
+
+
+def resolved(
+    overlap: Literal["auto"] | Overlap, plan: MemoryPlan, durable: bool, has_room: Callable[[], bool]
+) -> Overlap:
+    """``has_room``: whether second slots fit, see `fit`; asked for "auto" only where there is something to try."""
+    if overlap != "auto":
+        return overlap
+    # The second slots of durable tiers are the sealed step's.
+    return "both" if not durable and has_tried_tiles(plan) and has_room() else "forward"
+
+
+def may_be_tried(home: TileHomes) -> bool:
+    """Whether a tile can be updated into a second slot of its own before its step."""
+    return home.weight is Tier.NVME and home.optimizer is Tier.NVME
+
+
+def has_tried_tiles(plan: MemoryPlan) -> bool:
+    return any(may_be_tried(home) for homes in plan.homes for home in homes)
+
+
+def check_both(plan: MemoryPlan) -> None:
+    """Raises ConfigError where there is nothing to try."""
+    if not has_tried_tiles(plan):
+        raise ConfigError(
+            'optimizer.overlap = "both": works on weights and optimizer state that both lie on nvme, and here none do; '
+            'use overlap = "forward", or place them there'
+        )
+
+
+def second_slot_bytes(shape: ModelShape, plan: MemoryPlan, durable: bool) -> int:
+    """Of tier files: what second slots take beside the first, with "both" or for durable tiers, which have them of all
+    state.
+    """
+    if durable:
+        totals = totals_by_kind(shape, plan.homes, plan.tile)
+        return totals["params"][Tier.NVME] + totals["optimizer"][Tier.NVME]
+    return sum(
+        page_round(BYTES_OF["params"](group, span.numel)) + page_round(BYTES_OF["optimizer"](group, span.numel))
+        for group, homes in zip(shape.groups, plan.homes, strict=True)
+        for span, home in zip(group.layout.tiles(plan.tile), homes, strict=True)
+        if may_be_tried(home)
+    )
+
+
+def fit(plan: MemoryPlan, second: int, limit: int | None, drives: Sequence[DriveRoom]) -> bool:
+    """Whether ``second`` bytes of second slots fit within ``limit``, the rank's, and on the drives, which have the
+    first slots and ``wanted`` by all ranks, with a rest that is as large.
+
+    The limit also has to hold a copy of what lies in memory: `tierzero.offload` needs it.
+    """
+    if limit is not None and plan.nvme_state + second + plan.host_state + plan.device_state > limit:
+        return False
+    return all(not drive.in_memory and drive.wanted <= _PART * drive.free for drive in drives)
+
+
+def planned_overlap(
+    overlap: Literal["auto"] | Overlap, shape: ModelShape, plan: MemoryPlan, budgets: Budgets, durable: bool
+) -> Overlap:
+    """What a run would make of it that finds as much room on its drives as ``budgets`` has."""
+
+    def has_room() -> bool:
+        second = second_slot_bytes(shape, plan, durable)
+        limit = budgets.nvme_capacity if budgets.nvme_limited else None
+        left = budgets.nvme_free - plan.nvme_state * budgets.sharers
+        return fit(plan, second, limit, [DriveRoom(left, second * budgets.sharers, budgets.nvme_in_memory)])
+
+    return resolved(overlap, plan, durable, has_room)
