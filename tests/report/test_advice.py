@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tierzero.planner.machine import Drive, MachineProfile, bundled_profile
+from tierzero.records.reading import RankRecord, RunRecord
 from tierzero.report.advice import RULES, Facts, findings
-from tierzero.report.figures import Figures, Step, typical
+from tierzero.report.figures import Ahead, Figures, Step, typical
+from tierzero.report.halves import Halves, halves_of
+from tierzero.runtime.spans import SPAN, Kind
 
 MIB = 2**20
 COMPUTE = {"forward": 0.3, "backward": 0.6}
@@ -118,6 +123,54 @@ def test_without_overlap_the_advice_is_overlap() -> None:
     figures = run({"stall_optimizer": 0.3})
     assert 'optimizer.overlap = "forward"' in texts(replace(figures, overlap="none"))
     assert 'optimizer.overlap = "forward"' not in texts(figures)
+
+
+def test_the_other_half_is_advised_where_the_drive_idles_in_the_backward_and_forwards_wait() -> None:
+    def advised(use: float = 0.2, waits: float = 0.2, clips: int = 0, **more: Any) -> str:
+        steps = [
+            replace(one, ahead=Ahead(clip_factor=0.5 if number < clips else 1.0))
+            for number, one in enumerate(run({"stall_nvme_read": 0.3}, steps=10).steps)
+        ]
+        figures = replace(run({"stall_nvme_read": 0.3}), steps=tuple(steps), halves=Halves(use, waits), **more)
+        return next((one.text for one in findings(figures) if one.rule == "other half"), "")
+
+    assert 'the drive has requests in 20 % of the backward only. optimizer.overlap = "both"' in advised()
+    assert "clipping acted in 3 of 10 steps" in advised(clips=3)
+    refused = [{"use": 0.6}, {"waits": 0.04}, {"clips": 6}, {"overlap": "both"}, {"durable": True}]
+    assert [advised(**more) for more in refused] == [""] * 5
+
+
+def test_a_cold_start_names_the_bytes_that_staging_lacks() -> None:
+    def told(cold: float, read: float, waits: float = 0.3) -> str:
+        ahead = Ahead(cold_start_s=cold, start_bytes=5e9, read_ahead_bytes=read)
+        figures = run({"stall_nvme_read": waits}, ahead=ahead)
+        return next((one.text for one in findings(figures) if one.rule == "cold start"), "")
+
+    assert "about 4.00 GB more of tiers.host (staging)" in told(0.2, 1e9)
+    assert "room is not what is missing" in told(0.2, 5e9)
+    assert told(0.04, 1e9, 0.05) == ""
+    assert told(0.1, 1e9) == "", "most of the waiting is elsewhere"
+
+
+def spans(*pieces: tuple[float, float, Kind, int]) -> Any:
+    return np.array([(start, end, 1, unit, -1, 0, kind) for start, end, kind, unit in pieces], SPAN)
+
+
+def test_the_halves_of_a_step_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward from 4 to 8, with requests from 5 to 7; waits of 1 second before it and half a second in it."""
+    recorded = spans(
+        (4, 8, Kind.BACKWARD, -1),
+        (4, 5, Kind.BACKWARD, 1),
+        (3, 4, Kind.PAGE_IN, 1),
+        (5, 6.5, Kind.PAGE_OUT, 1),
+        (6, 7, Kind.READ_AHEAD, 1),
+        (1, 2, Kind.STALL_NVME_READ, 1),
+        (5, 5.5, Kind.STALL_HOST_BUDGET, 1),
+    )
+    rank = RankRecord(0, {}, {3: {"end_s": 10.0}}, (3,))
+    monkeypatch.setattr(RunRecord, "spans", lambda *_: recorded)
+    assert halves_of(RunRecord(Path(), {}, {}, (rank,))) == Halves(0.5, 0.1)
+    assert halves_of(RunRecord(Path(), {}, {}, (replace(rank, kept=(2,)),))) is None
 
 
 def test_uneven_steps_are_noticed_and_the_first_two_do_not_count() -> None:

@@ -344,6 +344,7 @@ def test_the_summary_adds_up() -> None:
         "device 1 B (peak 4 B), host 2 B (peak 5 B), nvme 3 B (peak 6 B)",
         "read 28.0 kB, wrote 24.0 kB; 26.0 kB per step, 26.0 bytes per parameter and step",
         "2 steps in 4.0 s, 256 tokens/s: computing 2.5 s, waiting for nvme_read 1.0 s, nvme_write 0.5 s",
+        "ahead    80 B of state updated ahead of 2 steps, 40 B kept; in vain 20 B, of 2 steps",
         "peak RSS 500 MB",
     ):
         assert part in text

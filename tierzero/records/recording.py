@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tierzero.config import Config
 from tierzero.errors import ConfigError
 from tierzero.records import files
 from tierzero.records.writing import Writing, append, write_array, write_whole
+from tierzero.runtime.accounts import first_units, trained_bytes
 from tierzero.runtime.runtime import Runtime, runtime_of
 from tierzero.runtime.spans import Kind
 from tierzero.runtime.timeline import RecordedStep
@@ -111,10 +113,16 @@ class Recording:
             "nvme_read_bytes": moved.nvme_read_bytes,
             "nvme_write_bytes": moved.nvme_write_bytes,
             **{name: value - before[name] for name, value in self._clocks.items()},
+            **{name: getattr(moved, name) for name in _AHEAD},
+            "start_bytes": trained_bytes(first_units(runtime), Tier.NVME),
+            **asdict(runtime.updates.outcome),
             "comm_bytes": moved.comm_bytes,
             "tier_bytes": {"device": device, "host": pools["host"].used, "nvme": self._nvme_bytes},
             "peak_tier_bytes": {"device": most, "host": pools["host"].peak, "nvme": self._nvme_bytes},
         }
+
+
+_AHEAD = ("tried_bytes", "kept_bytes", "redone_bytes", "read_ahead_bytes", "cold_start_s")
 
 
 def _clocks(runtime: Runtime) -> dict[str, float]:
@@ -134,6 +142,7 @@ def _about_run(runtime: Runtime, config: Config | None) -> dict[str, Any]:
         "written": now,
         "ranks": runtime.world.size,
         "parameters": sum(slot.slot.numel for slot in runtime.slots()),
+        "trained_bytes": runtime.world.size * trained_bytes(runtime.units),
         "config": None if config is None else config.to_dict(),
         "torch": str(torch.__version__),
     }

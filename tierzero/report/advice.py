@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 from tierzero.planner.machine import MachineProfile
+from tierzero.report.ahead import clips_of, tries_of
 from tierzero.report.figures import Figures, Typical, typical
 from tierzero.runtime.timeline import STALLED
 from tierzero.training.text import amount
@@ -14,6 +16,12 @@ WORTH_A_WORD = 0.05
 """Share of the time from which on a cause is named."""
 _SATURATED = 0.8
 """Share of a drive's time, or of its measured rate, from which on it has nothing more to give."""
+
+_IDLE = 0.5
+"""Share of the backward up to which the drive has little to do in it."""
+_LOST = 0.8
+"""Share of the tries from which on they are nearly always lost."""
+_FEWEST_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,67 @@ def page_in(facts: Facts) -> Finding | None:
         "Reading ahead",
         f"{start}: it could do more. More staging memory (tiers.host) lets more of the next step be read during the "
         "backward; tiers.prefetch and io.queue_depth are next.",
+    )
+
+
+def other_half(facts: Facts) -> Finding | None:
+    """The drive idles in the backward, and forwards wait for it."""
+    halves, run = facts.run.halves, facts.run
+    if halves is None or run.overlap != "forward" or run.durable or not facts.step.read_bytes:
+        return None
+    clips, known = clips_of(run)
+    if halves.forward_waits < WORTH_A_WORD or halves.backward_use > _IDLE or 2 * clips > known:
+        return None
+    acted = f" (clipping acted in {clips} of {known} steps, which it would not serve)" if clips else ""
+    return Finding(
+        "other half",
+        halves.forward_waits,
+        "The other half of the step",
+        f"Forwards wait for page-in for {_percent(halves.forward_waits)} of the time, and the drive has requests in "
+        f'{_percent(halves.backward_use)} of the backward only. optimizer.overlap = "both" makes updates there{acted}; '
+        "it takes twice the space for weights and optimizer state on nvme.",
+    )
+
+
+def cold_start(facts: Facts) -> Finding | None:
+    share, steps = facts.step.cold, [step.ahead for step in facts.run.settled()]
+    waits = sum(facts.step.share(STALLED[kind]) for kind in STALLED)
+    if share < WORTH_A_WORD or 2 * share < waits:
+        return None
+    text = f"{_percent(share)} of the time waits at the start of a forward, before its first unit can run. "
+    needed, read = (median(getattr(step, key) for step in steps) for key in ("start_bytes", "read_ahead_bytes"))
+    if facts.step.read_bytes and needed > read:
+        text += (
+            f"That unit and those around it have {amount(needed)} of state, of which the backward before had room to "
+            f"read {amount(read)} ahead: about {amount(needed - read)} more of tiers.host (staging) hold the rest."
+        )
+    else:
+        text += (
+            "Their state was asked for in the backward before, so room is not what is missing: what is left is the "
+            "drive, the update itself and, on several ranks, the gather."
+        )
+    return Finding("cold start", share, "The start of the forward", text)
+
+
+def lost_tries(facts: Facts) -> Finding | None:
+    tries = tries_of(facts.run)
+    if tries is None or not tries.lost or tries.tried + len(tries.left_out) < _FEWEST_STEPS:
+        return None
+    if len(tries.lost) < _LOST * tries.tried:
+        return None
+    clips, known = clips_of(facts.run)
+    cause = (
+        f"Clipping acts in {clips} of {known} steps"
+        if tries.lost_to_clipping
+        else "The hyperparameters change between backward and step, or steps are skipped"
+    )
+    return Finding(
+        "lost tries",
+        0.0,
+        "Updates ahead of the step",
+        f'{cause}, so optimizer.overlap = "both" gains nothing: {len(tries.lost)} of {tries.tried} tries were lost. It '
+        f"costs next to nothing ({amount(tries.redone_bytes)} written in vain in the whole run, "
+        f'{len(tries.left_out)} steps went without), but twice the space on nvme, which "forward" does not take.',
     )
 
 
@@ -236,6 +305,8 @@ def uneven(facts: Facts) -> Finding | None:
 RULES: tuple[Rule, ...] = (
     computing,
     page_in,
+    other_half,
+    cold_start,
     host_budget,
     page_out,
     gather,
@@ -245,4 +316,5 @@ RULES: tuple[Rule, ...] = (
     own_loop,
     between,
     uneven,
+    lost_tries,
 )

@@ -12,6 +12,7 @@ from tierzero.errors import ConfigError
 from tierzero.planner.machine import MachineProfile
 from tierzero.records.reading import RunRecord, read_run
 from tierzero.report.advice import Finding, findings
+from tierzero.report.ahead import sentences, tries_of
 from tierzero.report.figures import Figures, figures_of, typical
 from tierzero.report.page import html_page
 from tierzero.report.page_data import SHOWN
@@ -36,12 +37,13 @@ class Report:
         parts = [f"{label} {100 * usual.share(p):.0f} %" for p, (label, _) in SHOWN.items() if usual.share(p) >= 0.005]
         found = [first, "time     " + ", ".join(parts)]
         found += [f"{finding.title}: {finding.text}" for finding in self.findings]
+        found += [f"ahead    {sentence}" for sentence in sentences(self.figures)]
         found += [f"note     {note}" for note in self.run.notes]
         written = (("page", self.page), ("trace", self.trace))
         return found + [f"{what:8} {path}" for what, path in written if path is not None]
 
     def as_json(self) -> dict[str, Any]:
-        usual = typical(self.figures.settled())
+        usual, tries = typical(self.figures.settled()), tries_of(self.figures)
         return {
             "path": str(self.run.folder),
             "steps": len(self.figures.steps),
@@ -52,6 +54,8 @@ class Report:
             "share": usual.shares,
             "nvme_read_bytes": usual.read_bytes,
             "nvme_write_bytes": usual.write_bytes,
+            "cold_start_share": usual.cold,
+            "tries": None if tries is None else asdict(tries),
             "bound_by": self.findings[0].rule if self.findings else None,
             "findings": [asdict(finding) for finding in self.findings],
             "timelines": self.run.kept(),

@@ -5,14 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from tierzero.records.reading import Line, RunRecord, mean, number
+from tierzero.report.halves import Halves, halves_of
 from tierzero.runtime.stats import STALL_KINDS
 from tierzero.runtime.timeline import PHASES, STALLED
 
 TIERS = ("device", "host", "nvme")
 IN_STEP = tuple(phase for phase in PHASES if phase != "between")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a step did ahead of its time; see the keys of the record. Of an older record there is nothing of it."""
+
+    tried_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    redone_bytes: float = 0.0
+    read_ahead_bytes: float = 0.0
+    start_bytes: float = 0.0
+    cold_start_s: float = 0.0
+    tries: str | None = None
+    clip_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,7 @@ class Step:
     peak_tier_bytes: dict[str, float]
     loss: float | None = None
     dropped: int = 0
+    ahead: Ahead = Ahead()
 
     @property
     def period_s(self) -> float:
@@ -53,6 +70,10 @@ class Figures:
     overlap: str
     gather_waits: dict[int, float] = field(default_factory=dict)
     """Mean seconds of a step that each rank waits for others."""
+    trained_bytes: float = 0.0
+    """Of weights and optimizer state that an update changes; 0 where that was not recorded."""
+    halves: Halves | None = None
+    durable: bool = False
 
     def settled(self) -> tuple[Step, ...]:
         """Without the first steps, whose order of use is unknown yet and which have no update to make; all of them
@@ -69,8 +90,43 @@ def figures_of(run: RunRecord) -> Figures:
     budgets = {tier: sum(number(rank.about, "budgets", tier) or 0.0 for rank in ranks) for tier in TIERS}
     waits = {r.rank: mean(_seconds(s, "phase_s", STALLED["gather"]) for s in r.steps.values()) for r in ranks}
     overlap = next((str(rank.about["overlap"]) for rank in ranks if "overlap" in rank.about), "")
+    overlap = overlap or _configured(run, "optimizer", "overlap") or ""
     count = len(ranks) or int(number(run.about, "ranks") or 1)
-    return Figures(tuple(steps), count, has_phases, budgets, overlap, waits)
+    return Figures(
+        tuple(steps),
+        count,
+        has_phases,
+        budgets,
+        overlap,
+        waits,
+        _seconds(run.about, "trained_bytes"),
+        halves_of(run),
+        _configured(run, "checkpoint", "durable") is True,
+    )
+
+
+def _configured(run: RunRecord, section: str, key: str) -> Any:
+    config = run.about.get("config")
+    keys = config.get(section) if isinstance(config, dict) else None
+    return keys.get(key) if isinstance(keys, dict) else None
+
+
+def _ahead(lines: Sequence[Line]) -> Ahead:
+    def total(key: str) -> float:
+        return sum(_seconds(line, key) for line in lines)
+
+    first = lines[0] if lines else {}
+    tries, clip_factor = first.get("tries"), number(first, "clip_factor")
+    return Ahead(
+        total("tried_bytes"),
+        total("kept_bytes"),
+        total("redone_bytes"),
+        total("read_ahead_bytes"),
+        total("start_bytes"),
+        mean(_seconds(line, "cold_start_s") for line in lines),
+        tries if isinstance(tries, str) else None,
+        clip_factor,
+    )
 
 
 def _seconds(line: Line, *keys: str) -> float:
@@ -100,6 +156,7 @@ def _recorded(run: RunRecord, step: int) -> Step:
         {tier: total("peak_tier_bytes", tier) for tier in TIERS},
         number(run.logged.get(step, {}), "loss"),
         int(total("dropped")),
+        _ahead(lines),
     )
 
 
@@ -119,6 +176,7 @@ def _logged(line: Line) -> Step:
         {tier: _seconds(line, "tier_bytes", tier) for tier in TIERS},
         {tier: _seconds(line, "peak_tier_bytes", tier) for tier in TIERS},
         number(line, "loss"),
+        ahead=_ahead([line]),
     )
 
 
@@ -131,6 +189,8 @@ class Typical:
     shares: dict[str, float]
     read_bytes: float
     write_bytes: float
+    cold: float
+    """Share of the time in which forwards wait before their first unit can run."""
     busy: float
     """Share of the time that the drive had something to do; 0 where that was not recorded."""
     update: float
@@ -151,6 +211,7 @@ def typical(steps: Sequence[Step]) -> Typical:
         shares,
         median(step.read_bytes for step in steps),
         median(step.write_bytes for step in steps),
+        sum(step.ahead.cold_start_s for step in steps) / total,
         sum(step.drive_busy_s for step in steps) / total,
         sum(step.update_s for step in steps) / total,
     )

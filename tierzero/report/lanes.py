@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tierzero.records.reading import Line, RankRecord, number
 from tierzero.runtime.spans import Kind
 
-LANES = ("step", "compute", "stall", "gather", "gradients", "page-in", "page-out", "update")
+LANES = ("step", "compute", "stall", "gather", "gradients", "page-in", "page-out", "update", "on trial")
 """In the order in which they are shown. Of a lane with work that overlaps there are several, numbered."""
 
 _LANE_OF = {
@@ -35,9 +35,9 @@ _LANE_OF = {
     Kind.PAGE_OUT: "page-out",
     Kind.GRADIENTS: "gradients",
     Kind.UPDATE: "update",
-    Kind.TRIED: "update",
-    Kind.KEPT: "update",
-    Kind.LOST: "update",
+    Kind.TRIED: "on trial",
+    Kind.KEPT: "on trial",
+    Kind.LOST: "on trial",
 }
 _TITLES = {
     Kind.OPTIMIZER_STEP: "optimizer.step",
@@ -54,9 +54,9 @@ _TITLES = {
     Kind.READ_AHEAD: "page-in ahead",
     Kind.PAGE_OUT: "page-out",
     Kind.GRADIENTS: "gradients home",
-    Kind.TRIED: "update ahead of the step",
-    Kind.KEPT: "update ahead kept",
-    Kind.LOST: "update ahead lost",
+    Kind.TRIED: "update on trial",
+    Kind.KEPT: "trial kept",
+    Kind.LOST: "trial lost",
 }
 
 

@@ -268,9 +268,11 @@ function spanAt(event) {
   });
 }
 
-function describeSpan([lane, , , name, start, length, nbytes]) {
+function describeSpan([, , color, name, start, length, nbytes]) {
+  const kind = view.shown.kinds[color], moves = length > 0 && !data.unmoved.includes(kind);
   const lines = [view.shown.names[name], `${seconds(length / 1e6)}, from ${seconds(start / 1e6)}`];
-  if (nbytes) lines.push(length > 0 ? `${bytes(nbytes)}, ${rate(nbytes / (length / 1e6))}` : bytes(nbytes));
+  if (nbytes) lines.push(moves ? `${bytes(nbytes)}, ${rate(nbytes / (length / 1e6))}` : bytes(nbytes));
+  if (data.hints[kind]) lines.push(data.hints[kind]);
   return lines.join("\n");
 }
 

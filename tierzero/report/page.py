@@ -11,6 +11,7 @@ from typing import Any
 from tierzero.planner.machine import MachineProfile
 from tierzero.records.reading import RunRecord, number
 from tierzero.report.advice import Finding
+from tierzero.report.ahead import sentences
 from tierzero.report.figures import Figures, Typical, typical
 from tierzero.report.page_data import SHOWN, page_data
 from tierzero.training.text import amount, count
@@ -44,6 +45,7 @@ def html_page(
     body = [
         _header(run, figures, name),
         _findings(words),
+        _ahead(figures),
         _chart_section(data),
         _timeline_section(data),
         _phase_table(figures),
@@ -112,11 +114,20 @@ def _findings(words: Sequence[Finding]) -> str:
     return f'<h2>What bounded the run</h2>\n<ul class="findings">{items}</ul>'
 
 
+def _ahead(figures: Figures) -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(figures))
+    return f'<h2>Ahead of the step</h2>\n<ul class="ahead">{items}</ul>' if items else ""
+
+
 _CHARTS = {
     "times": ("Time by step", "Where the training thread's time went, one bar for each step, mean of the ranks."),
     "loss": ("Loss", ""),
     "drive": ("The drive", "Bytes per second from the end of a step to the end of the next, all ranks together."),
     "tiers": ("Tiers", "Bytes in use, all ranks together: the most since the start, and what the plan has set aside."),
+    "ahead": (
+        "Updates ahead of the step",
+        "Bytes of state tried in a step's backward, all ranks together, and what became of those of the step before.",
+    ),
     "comm": ("Collectives", "Bytes by kind, all ranks together, as the usual formulas count them."),
 }
 

@@ -46,6 +46,9 @@ _COLOR_OF = {
     "read_ahead": "page-in-ahead",
     "page_out": "page-out",
     "seal": "checkpoint",
+    "tried": "tried",
+    "kept": "kept",
+    "lost": "lost",
 }
 LEGEND = (
     ("forward", "forward"),
@@ -61,7 +64,19 @@ LEGEND = (
     ("update", "update"),
     ("gradients", "gradients"),
     ("gather", "gathers and reductions"),
+    ("tried", "update on trial"),
+    ("kept", "trial kept"),
+    ("lost", "trial lost"),
 )
+HINTS = {
+    "page-in-ahead": "state of the next forward, read in this backward",
+    "tried": "made in the backward, beside what is current: the step decides whether it counts",
+    "kept": "the step fixed the same update: what was written ahead became current, nothing is moved",
+    "lost": "the step fixed another update: the next forward makes it, from what was current all the time",
+}
+"""What a span of a colour means, for whoever points at it."""
+UNMOVED = ("kept", "lost")
+"""Spans that have bytes and move none of them."""
 
 
 def page_data(run: RunRecord, figures: Figures, profile: MachineProfile | None, step: int | None) -> dict[str, Any]:
@@ -76,8 +91,16 @@ def page_data(run: RunRecord, figures: Figures, profile: MachineProfile | None, 
         "charts": _charts(figures, profile),
         "timelines": timelines,
         "chosen": next((at for at in wanted if timelines[at]["step"] == newest), 0),
-        "legend": LEGEND,
+        "legend": _legend(timelines),
+        "hints": HINTS,
+        "unmoved": UNMOVED,
     }
+
+
+def _legend(timelines: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Trials only where there are some: few runs have them."""
+    found = {kind for one in timelines for kind in one["kinds"]}
+    return [(kind, label) for kind, label in LEGEND if kind in found or kind not in ("tried", "kept", "lost")]
 
 
 def _charts(figures: Figures, profile: MachineProfile | None) -> dict[str, Any]:
@@ -89,6 +112,8 @@ def _charts(figures: Figures, profile: MachineProfile | None) -> dict[str, Any]:
         charts["drive"] = _drive(figures, profile)
     if any(any(step.comm_bytes.values()) for step in figures.steps):
         charts["comm"] = _comm(figures)
+    if any(step.ahead.tried_bytes for step in figures.steps):
+        charts["ahead"] = _ahead(figures)
     return charts
 
 
@@ -135,6 +160,15 @@ def _drive(figures: Figures, profile: MachineProfile | None) -> dict[str, Any]:
             {"label": "both at once, together", "value": drive.mixed, "color": "soft"},
         ]
     return {"title": "Bytes per second to and from the drive", "format": "rate", "series": series, "limits": limits}
+
+
+def _ahead(figures: Figures) -> dict[str, Any]:
+    series = [
+        _series("tried", "tried", _over(figures, lambda step: step.ahead.tried_bytes)),
+        _series("kept", "kept", _over(figures, lambda step: step.ahead.kept_bytes)),
+        _series("lost", "lost", _over(figures, lambda step: step.ahead.redone_bytes)),
+    ]
+    return {"title": "Bytes of state updated ahead by step", "format": "bytes", "series": series}
 
 
 def _comm(figures: Figures) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tierzero.runtime.state import UnitState
 from tierzero.runtime.stats import Counters
-from tierzero.tiers import Tier
+from tierzero.tiers import Tier, page_round
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -36,6 +38,26 @@ def counters(runtime: Runtime) -> Counters:
         read_ahead_bytes=runtime.tile_io.read_ahead_bytes,
         cold_start_s=runtime.stalls.cold_start_s,
     )
+
+
+def trained_bytes(units: Iterable[UnitState], only: Tier | None = None) -> int:
+    """Bytes of the weights and optimizer state that updates of these units change, as filed; of one tier, or all."""
+    tiles = [tile for unit in units for group in unit.groups for tile in group.tiles if tile.optimizer is not None]
+    homes = [home for tile in tiles for home in (tile.weight, tile.optimizer) if home is not None]
+    return sum(page_round(home.nbytes) for home in homes if only is None or home.tier is only)
+
+
+def first_units(runtime: Runtime) -> list[UnitState]:
+    """Those that a step's forward waits for before it can run, as the last one used them: up to the first unit without
+    others inside.
+    """
+    outer = {index for unit in runtime.units for index in unit.ancestors}
+    found = []
+    for index in runtime.pager.trace.order():
+        found.append(runtime.units[index])
+        if index not in outer:
+            break
+    return found
 
 
 def tier_bytes(runtime: Runtime) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..runtime.stats import Tries
 from .metrics import STALLS, Record
 from .text import amount, count, duration
 
@@ -21,6 +22,11 @@ class Totals:
     written: int = 0
     stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALLS, 0.0))
     last: Record | None = None
+    tried: int = 0
+    kept: int = 0
+    redone: int = 0
+    steps_tried: int = 0
+    steps_lost: int = 0
 
     def add(self, record: Record) -> None:
         """Counts a step in."""
@@ -32,10 +38,17 @@ class Totals:
         for name in STALLS:
             self.stalls[name] += record.stall_s[name]
         self.last = record
+        self.tried += record.tried_bytes
+        self.kept += record.kept_bytes
+        self.redone += record.redone_bytes
+        self.steps_tried += record.tries in (Tries.KEPT, Tries.LOST)
+        self.steps_lost += record.tries == Tries.LOST
 
 
 def summarise(totals: Totals, stats: Mapping[str, Any], state_bytes: int, peak_rss: int, ranks: int) -> list[str]:
-    """One line each: model and state, tiers, NVMe traffic, time, memory. Bytes are sums over the ranks."""
+    """One line each: model and state, tiers, NVMe traffic, updates ahead of the step, time, memory. Bytes are sums over
+    the ranks.
+    """
     parameters = int(stats["parameters"])
     over = f" over {ranks} ranks" if ranks > 1 else ""
     lines = [
@@ -54,6 +67,11 @@ def summarise(totals: Totals, stats: Mapping[str, Any], state_bytes: int, peak_r
             )
         else:
             lines.append("nvme     not used")
+        if totals.tried:
+            lines.append(
+                f"ahead    {amount(totals.tried)} of state updated ahead of {totals.steps_tried} steps, "
+                f"{amount(totals.kept)} kept; in vain {amount(totals.redone)}, of {totals.steps_lost} steps"
+            )
         computing = totals.seconds - sum(totals.stalls.values())
         waits = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in totals.stalls.items() if seconds >= 0.05)
         lines.append(
