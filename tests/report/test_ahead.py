@@ -83,8 +83,8 @@ def test_the_words_and_the_numbers(run: tuple[Path, int]) -> None:
     text = "\n".join(found.lines())
     for part in (
         f"ahead    In {STEPS - 2} steps updates were tried in the backward, and in {STEPS - 3} of them kept: ",
-        "In 1 step they were lost and done again, once as clipping acted: ",
-        f"Left out, because of those: 1 step ({clipped + 1}).",
+        "In 1 step they were lost and done again, as clipping acted; ",
+        f"Because of such losses 1 step went without, to waste nothing: {clipped + 1}.",
         "before its first unit can run",
     ):
         assert part in text

@@ -109,6 +109,7 @@ def other_half(facts: Facts) -> Finding | None:
     clips, known = clips_of(run)
     if halves.forward_waits < WORTH_A_WORD or halves.backward_use > _IDLE or 2 * clips > known:
         return None
+    why = ' ("auto" found too little free there, or no weights and optimizer state that both lie there)'
     acted = f" (clipping acted in {clips} of {known} steps, which it would not serve)" if clips else ""
     return Finding(
         "other half",
@@ -116,7 +117,7 @@ def other_half(facts: Facts) -> Finding | None:
         "The other half of the step",
         f"Forwards wait for page-in for {_percent(halves.forward_waits)} of the time, and the drive has requests in "
         f'{_percent(halves.backward_use)} of the backward only. optimizer.overlap = "both" makes updates there{acted}; '
-        "it takes twice the space for weights and optimizer state on nvme.",
+        f"it takes twice the space for weights and optimizer state on nvme{why if run.is_auto else ''}.",
     )
 
 

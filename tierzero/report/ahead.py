@@ -77,18 +77,23 @@ def _of_tries(tries: TriesOfRun) -> list[str]:
     if tries.kept_share is not None:
         first += f": {100 * tries.kept_share:.0f} % of the weights and optimizer state was updated ahead of these steps"
     found = [f"{first}."]
-    if tries.redone_bytes or tries.lost:
-        why = f"{_times(tries.lost_to_clipping)} as clipping acted" if tries.lost_to_clipping else ""
-        other = len(tries.lost) - tries.lost_to_clipping
-        if other:
-            why += f"{' and ' if why else ''}{_times(other)} as the step fixed another update or was skipped"
-        what = f"In {_steps(len(tries.lost))} they were lost and done again, {why}: " if why else ""
-        found.append(
-            f"{what}{amount(tries.redone_bytes)} of the {amount(tries.tried_bytes)} written ahead were in vain."
-        )
+    vain = f"{amount(tries.redone_bytes)} of the {amount(tries.tried_bytes)} written ahead were in vain"
+    if tries.lost:
+        found.append(f"In {_steps(len(tries.lost))} they were lost and done again, {_why_lost(tries)}; {vain}.")
+    elif tries.redone_bytes:
+        found.append(f"{vain}: another backward came before the step, or something else asked for the state.")
     if tries.left_out:
-        found.append(f"Left out, because of those: {_steps(len(tries.left_out))} ({listed(tries.left_out)}).")
+        count = _steps(len(tries.left_out))
+        found.append(f"Because of such losses {count} went without, to waste nothing: {listed(tries.left_out)}.")
     return found
+
+
+def _why_lost(tries: TriesOfRun) -> str:
+    clipped, other = tries.lost_to_clipping, len(tries.lost) - tries.lost_to_clipping
+    reason = "as the step fixed another update (other hyperparameters), or was skipped"
+    if not other:
+        return "as clipping acted"
+    return f"in {clipped} of them as clipping acted, in {other} {reason}" if clipped else reason
 
 
 def _of_start(figures: Figures) -> list[str]:
@@ -110,10 +115,6 @@ def duration_of(seconds: float) -> str:
 
 def _steps(count: int) -> str:
     return f"{count} step{'' if count == 1 else 's'}"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def listed(steps: Sequence[int]) -> str:

@@ -74,6 +74,8 @@ class Figures:
     """Of weights and optimizer state that an update changes; 0 where that was not recorded."""
     halves: Halves | None = None
     durable: bool = False
+    is_auto: bool = False
+    """``overlap`` is what "auto" came to."""
 
     def settled(self) -> tuple[Step, ...]:
         """Without the first steps, whose order of use is unknown yet and which have no update to make; all of them
@@ -102,6 +104,7 @@ def figures_of(run: RunRecord) -> Figures:
         _seconds(run.about, "trained_bytes"),
         halves_of(run),
         _configured(run, "checkpoint", "durable") is True,
+        _configured(run, "optimizer", "overlap") == "auto",
     )
 
 
