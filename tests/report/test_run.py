@@ -121,6 +121,19 @@ def test_every_moment_of_the_training_thread_is_in_the_compute_lane(trained: Pat
             assert {"outside the model", "between steps", "optimizer.step"} <= {event["name"] for event in events}
 
 
+def test_what_was_done_ahead_is_the_same_in_every_file(trained: Path) -> None:
+    run = read_run(trained)
+    for step, logged in run.logged.items():
+        lines = [rank.steps[step] for rank in run.ranks]
+        for key in ("tried_bytes", "kept_bytes", "redone_bytes", "read_ahead_bytes"):
+            assert sum(line[key] for line in lines) == logged[key]
+        for key in ("tries", "clip_factor"):
+            assert [line[key] for line in lines] == [logged[key]] * RANKS
+        assert sum(line["cold_start_s"] for line in lines) / RANKS == pytest.approx(logged["cold_start_s"])
+        assert logged["cold_start_s"] <= sum(logged["stall_s"].values())
+    assert sum(logged["cold_start_s"] for logged in run.logged.values()) > 0
+
+
 def trace_of(folder: Path) -> list[Json]:
     path = folder / "trace.json"
     build_report(folder, trace=path)
@@ -167,7 +180,8 @@ def test_the_trace_is_valid(trained: Path) -> None:
             open_until.append(end)
     categories = {(lane[0], found[0]["cat"]) for lane, found in lanes.items()}
     kinds = ("step", "compute", "stall", "gather", "gradients", "page-in", "page-out", "update")
-    assert categories == {(rank, kind) for rank in range(RANKS) for kind in kinds}
+    trials = {(rank, "on trial") for rank in range(RANKS)}  # where a backward left time for them
+    assert categories - trials == {(rank, kind) for rank in range(RANKS) for kind in kinds}
     moved = [event for event in events if event.get("cat") in ("page-in", "page-out", "gather", "update")]
     assert all(event["args"]["bytes"] > 0 and event["args"]["unit"] for event in moved)
     assert {event["pid"] for event in events} == {0, 1}
