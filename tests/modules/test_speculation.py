@@ -120,8 +120,6 @@ def test_habit() -> None:
 def test_where_it_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(tz.ConfigError, match=r"both lie on nvme, and here none do"):
         tz.shard(built(STACK), config(tmp_path, "host", optimizer={"overlap": "both"}), STACK.units)
-    with pytest.raises(tz.ConfigError, match=r"second slots of the tiles, which checkpoint\.durable keeps"):
-        config(tmp_path, optimizer={"overlap": "both"}, checkpoint={"durable": True, "dir": str(tmp_path)})
     settings = config(tmp_path, tiers={"nvme_limit": "200KB"}, optimizer={"overlap": "both"})
     with pytest.raises(tz.BudgetError, match=r'two slots of each tile, for optimizer\.overlap = "both"'):
         tz.shard(built(STACK), settings, STACK.units)

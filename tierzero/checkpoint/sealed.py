@@ -25,7 +25,8 @@ def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[
     counts, such as {"step": step}, anything JSON can hold. Every rank must call it, at best after every step. Needs
     ``checkpoint.durable``.
 
-    It takes effect when all of the state is on the drive: with ``optimizer.overlap = "forward"`` during the next step.
+    It takes effect when all of the state is on the drive: with ``optimizer.overlap = "forward"`` or ``"both"`` beside
+    the next backward.
     Nothing is written for it but a record. Raises ConfigError where the model's tiers are not durable, and between a
     backward that has updated weights already and its step.
     """
@@ -45,7 +46,7 @@ def seal(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[
     }
     with runtime.timeline.phase(Kind.SEAL):
         sealer.mark(content)
-        if runtime.overlap != "forward":
+        if not runtime.updates_in_forward:
             sealer.complete()
 
 

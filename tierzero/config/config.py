@@ -201,11 +201,6 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _overlap_fits(self) -> Self:
-        if self.optimizer.overlap == "both" and self.checkpoint.durable:
-            raise ValueError(
-                'optimizer.overlap = "both": needs the second slots of the tiles, which checkpoint.durable keeps for '
-                'the sealed step; use overlap = "forward"'
-            )
         if self.optimizer.overlap != "backward":
             return self
         if self.train.grad_clip > 0:

@@ -26,7 +26,7 @@ def resolved(
     """``has_room``: whether second slots fit, see `fit`; asked for "auto" only where there is something to try."""
     if overlap != "auto":
         return overlap
-    # The second slots of durable tiers are the sealed step's.
+    # On durable tiers it takes no room, but waits for the seal: it is for those who ask for it.
     return "both" if not durable and has_tried_tiles(plan) and has_room() else "forward"
 
 

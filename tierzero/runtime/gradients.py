@@ -90,6 +90,8 @@ class Gradients:
         self._home = GradientHome(engine, store, tile_io, device, collectives, buckets, self._whole)
         self.before_arrival: Callable[[UnitState], None] = lambda unit: None
         self.on_unit_complete: Callable[[UnitState, Future[None] | None], None] = lambda unit, future: None
+        self.on_backward_begin: Callable[[], None] = lambda: None
+        """Called before anything of a backward is sent, in every one that sends something on any rank."""
         self.on_backward_end: Callable[[], None] = lambda: None
 
     # Arrival, on the thread that runs the backward.
@@ -205,8 +207,11 @@ class Gradients:
         """
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
+            first = not self._tasks
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+            if first:
+                self.on_backward_begin()
 
     def _end_backward(self, task: int) -> None:
         self._tasks.discard(task)

@@ -48,6 +48,8 @@ class PendingUpdates:
         self._speculation = updater.speculation
         self.habit = Habit()
         self.outcome = StepOutcome()
+        self.spares_free: Callable[[], Future[None] | None] = lambda: None
+        """What frees the spare slots of the tiles, where something does that has begun."""
 
     def fix(self, stepped: Stepped, loss_scale: float) -> None:
         """Fixes the update of these parameters; it will read the gradients as they stand."""
@@ -82,12 +84,20 @@ class PendingUpdates:
         self.anticipation.check_arrival(unit)
         self._speculation.drop(group for group in unit.groups if group.pending is None)
         self._pager.settle(unit)
-        if any(group.pending is not None for group in unit.groups):
+        if any(group.pending is not None or group.updating is not None for group in unit.groups):
             self._apply(unit.groups)
+
+    def begin_all(self) -> None:
+        """Begins every update that no gather has begun."""
+        self._begin(self._groups())
 
     def _apply(self, groups: Iterable[GroupState]) -> None:
         """Applies pending updates now, without gathering; waits for the updates, not for their write-back."""
-        begun: list[GroupState] = []
+        groups = list(groups)
+        self._begin(groups)
+        self._settle(groups)
+
+    def _begin(self, groups: Iterable[GroupState]) -> None:
         with self._engine.whole():
             for group in groups:
                 spec, group.pending = group.pending, None
@@ -95,8 +105,6 @@ class PendingUpdates:
                     update = self._update_after(group.updating, group, spec, Priority.DEMAND)
                     # Whoever comes after an interrupt of the wait below still waits for it.
                     group.updating = self._engine.submit(self._updater.whole_or_failed(update))
-                    begun.append(group)
-        self._settle(begun)
 
     def _settle(self, groups: Iterable[GroupState]) -> None:
         busy = [(group, group.updating) for group in groups if group.updating is not None]
@@ -111,10 +119,11 @@ class PendingUpdates:
         stepped = [(s, s.hyper_of) for s in unit.all_slots() if s.has_grad and s.hyper_of is not None]
         if not self.habit.tries() or any(slot.state_of != hyper_of for slot, hyper_of in stepped):
             return
+        after = [future for future in (self.spares_free(), reduced) if future is not None]
         with contextlib.suppress(ConfigError):  # the step itself says so
             for group, spec in next_updates(stepped, loss_scale):
                 if spec is not None and group.pending is None:
-                    self._speculation.begin(group, spec, reduced)
+                    self._speculation.begin(group, spec, after)
 
     def end_speculation(self, applied: bool, slots: Sequence[SlotState]) -> None:
         """After a step has fixed its updates, or none; ``slots`` had gradients."""

@@ -27,7 +27,7 @@ from tierzero.runtime.machinery import Machinery, Unfinished
 from tierzero.runtime.offloading import Offloading
 from tierzero.runtime.pager import Pager
 from tierzero.runtime.pending import PendingUpdates
-from tierzero.runtime.sealing import Sealer
+from tierzero.runtime.sealing import Sealer, Updates
 from tierzero.runtime.spans import Kind
 from tierzero.runtime.state import GroupState, SlotState, UnitState, slot_of
 from tierzero.runtime.stats import Counters, Stalls
@@ -97,7 +97,10 @@ class Runtime:
         self._closed = False
         sealer: Sealer | None = None
         if parts.lasting is not None:
-            sealer = Sealer(parts.store, parts.lasting, parts.collectives, parts.plan.tile, self.flush)
+            updates = Updates(self.flush, self.updates.begin_all, self.updater.written)
+            sealer = Sealer(parts.store, parts.lasting, parts.collectives, parts.plan.tile, updates, self.stalls)
+            self.gradients.on_backward_begin = sealer.begin_sealing
+            self.updates.spares_free = lambda: sealer.under_way
         self.whole_state = WholeState(parts.engine, parts.store, parts.device, self.updater, sealer, self._forget_all)
         self.saving: Unfinished | None = None
         """A checkpoint that is being written beside the training."""
@@ -123,6 +126,11 @@ class Runtime:
     @property
     def updates_in_backward(self) -> bool:
         return self.overlap == "backward"
+
+    @property
+    def updates_in_forward(self) -> bool:
+        """A step's updates are applied after it has ended."""
+        return self.overlap in ("forward", "both")
 
     def slots(self) -> list[SlotState]:
         """All parameters, in the order of the units."""
@@ -364,6 +372,7 @@ class Runtime:
             self.saving.end()
         if self.sealer is not None:
             atexit.unregister(self._at_exit)
+            self.sealer.settle()
         if self.sealer is not None and (self.collectives is None or self._between_steps):
             with contextlib.suppress(Exception):  # then the step before it is what there is
                 self.sealer.complete_alone()

@@ -1,15 +1,19 @@
 """Steps that are sealed in the tier files: after a crash a run goes on from the last one (`tierzero.tiers.seals`).
 
 A state is marked when the user's loop has ended a step, and sealed when all of it is on the drive: with updates beside
-the next forward that is at the next step, for whose updates the other slots are then free. So a seal writes nothing
-but its record. Marked, not sealed: a crash falls back to the state before.
+the next forward that is beside the backward after it, when the next step's updates need the other slots, tried ones
+(`tierzero.runtime.speculation`) first. So a seal writes nothing but its record. Marked, not sealed: a crash falls back
+to the state before.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ import xxhash
 from tierzero.config import Config
 from tierzero.errors import CheckpointError, ConfigError
 from tierzero.runtime.draft import Draft
+from tierzero.runtime.stats import Stalls
 from tierzero.sharding.collectives import Collectives, World
 from tierzero.tiers import TieredStore
 from tierzero.tiers.directory import lasting_folder
@@ -142,8 +147,31 @@ def _of_other_ranks(own: Found, folder: Path, world: World) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class Updates:
+    """What a sealer must know of the updates that steps have fixed: ``flush`` applies and writes all, ``begin_all``
+    begins those that nobody has begun, and ``written``, on the loop, waits for all that have begun and raises what
+    failed in one.
+    """
+
+    flush: Callable[[], None]
+    begin_all: Callable[[], None]
+    written: Callable[[], Awaitable[None]]
+
+
 class Sealer:
-    """Marks and seals states. ``bring_up_to_date`` writes everything that is pending to the files."""
+    """Marks and seals states. A seal runs in the background from its beginning on (`begin_sealing`):
+
+    ========= =================================== =================================================
+    moment    on the drives of this rank          what may happen to the files
+    ========= =================================== =================================================
+    marked    the record of the state before      the updates of the marked state are written
+    recorded  both records                        nothing, until all ranks are known to be here
+    sealed    the record of the marked state      the next state is written, and tried, to spare slots
+    ========= =================================== =================================================
+
+    A failure before the last of them is the engine's: nobody goes on from these files in this process.
+    """
 
     def __init__(
         self,
@@ -151,12 +179,16 @@ class Sealer:
         files: LastingFiles,
         collectives: Collectives | None,
         tile: int,
-        bring_up_to_date: Callable[[], None],
+        updates: Updates,
+        stalls: Stalls,
     ) -> None:
         self._store, self._files, self._collectives, self._tile = store, files, collectives, tile
-        self._bring_up_to_date = bring_up_to_date
+        self._updates, self._stalls = updates, stalls
         self._layout = store.layout()
         self._marked: dict[str, Any] | None = None
+        self._recorded: Future[None] | None = None
+        self._sealed: Future[None] | None = None
+        """Of the seal that was begun last, until somebody has waited for it."""
         self._number = files.found.key.number if files.found is not None else 0
         self.found = files.found
         """A state of an earlier process that nobody has taken up yet; the tiers hold it."""
@@ -166,6 +198,11 @@ class Sealer:
         """Where this rank's files are, on its first drive."""
         return self._files.folders[0]
 
+    @property
+    def under_way(self) -> Future[None] | None:
+        """The seal that was begun last, unless somebody has waited for it."""
+        return self._sealed
+
     def begin(self) -> None:
         """Once the files hold the first state, or that of the record that was found. Every rank must call it."""
         if self.found is not None:
@@ -174,7 +211,7 @@ class Sealer:
             remove_records(self._files.folders, but=self._number)
             return
         remove_records(self._files.folders)
-        self._write(Kind.BEGUN, {})
+        self._write(Kind.BEGUN, {}, [])
         self._meet()
 
     def mark(self, content: dict[str, Any]) -> None:
@@ -184,46 +221,85 @@ class Sealer:
 
     def complete(self) -> None:
         """Seals what is marked. Every rank must call it, before anything of that state is changed."""
+        self._wait()
+        if self._marked is not None:
+            self._updates.flush()
+            self.begin_sealing()
+            self._wait()
+
+    def begin_sealing(self) -> None:
+        """Begins to seal what is marked, if something is. Every rank must call it at the same point among the
+        reductions; nothing may change the state until `complete` has been called.
+        """
         if self._marked is None:
             return
-        self._bring_up_to_date()
-        # Between the record and the seal, what is written next would still go where the record points.
-        with self._store.engine.unbroken("while a step was being sealed"):
-            self._record_marked()
-            self._meet()  # the state before is let go of when all have this one
-            remove_records(self._files.folders, but=self._number)
-            self._store.seal()
+        engine = self._store.engine
+        with engine.whole():
+            self._updates.begin_all()
+            content, self._marked = self._marked, None
+            self._recorded = recorded = engine.submit(self._whole(self._record(content)))
+            elsewhere = None
+            if self._collectives is not None:
+                elsewhere = self._collectives.submit_any(functools.partial(_has_failed, recorded))
+            self._sealed = engine.submit(self._whole(self._seal(recorded, elsewhere)))
+
+    def _wait(self) -> None:
+        if self._sealed is not None:
+            with self._stalls.waiting("nvme_write"):
+                self._sealed.result()
+            self._sealed = None
+
+    async def _whole(self, work: Coroutine[Any, Any, None]) -> None:
+        """An interrupt of whoever waits does not reach it; the engine keeps its failure."""
+        await asyncio.shield(self._store.engine.spawn(work))
+
+    async def _record(self, content: dict[str, Any]) -> None:
+        """This rank's part."""
+        await self._updates.written()
+        await self._store.engine.call(self._store.sync)
+        self._number += 1
+        slots = self._store.slots()
+        await self._store.engine.call(self._write, Kind.SEALED, content | {"tile": self._tile}, slots)
+
+    async def _seal(self, recorded: Future[None], elsewhere: Future[bool] | None) -> None:
+        """The state before is let go of when all ranks have this one."""
+        await asyncio.wrap_future(recorded)
+        if elsewhere is not None and await asyncio.wrap_future(elsewhere):
+            raise CheckpointError(f"{self.folder}: another rank could not seal a step; its message says why")
+        await self._store.engine.call(remove_records, self._files.folders, self._number)
+        self._store.seal()
 
     def complete_alone(self) -> None:
         """As the last act on these files, when other ranks may be gone: the state before is kept as well. Files in
         which nothing was ever sealed go.
         """
+        self.settle()
         if self._marked is not None:
-            self._bring_up_to_date()
-            self._record_marked()
+            self._updates.flush()
+            content, self._marked = self._marked, None
+            self._store.engine.run(self._record(content))
         if self._number == 0:
             remove_records(self._files.folders)
             self._store.keep_files(False)
 
+    def settle(self) -> None:
+        """What has begun is over on this rank, well or badly, when this returns; other ranks may be gone."""
+        begun = self._sealed if self._collectives is None else self._recorded
+        if begun is not None:
+            wait([begun])
+
     def discard(self) -> None:
         """The files go with the model: what they hold is not wanted any more. Every rank must call it."""
+        self._wait()
         self._marked = None
         self._number += 1
-        self._write(Kind.ENDED, {})
+        self._write(Kind.ENDED, {}, [])
         self._meet()
         remove_records(self._files.folders)
         self._store.keep_files(False)
 
-    def _record_marked(self) -> None:
-        assert self._marked is not None
-        content, self._marked = self._marked, None
-        self._store.sync()
-        self._number += 1
-        self._write(Kind.SEALED, content | {"tile": self._tile})
-
-    def _write(self, kind: Kind, content: dict[str, Any]) -> None:
+    def _write(self, kind: Kind, content: dict[str, Any], slots: list[tuple[int, int]]) -> None:
         key = Key(self._number, self._files.life, kind)
-        slots = self._store.slots() if kind is Kind.SEALED else []
         try:
             write_record(self._files.folders, SealRecord(key, self._files.ranks, self._layout, slots, content))
         except OSError as error:
@@ -232,3 +308,11 @@ class Sealer:
     def _meet(self) -> None:
         if self._collectives is not None:
             self._collectives.barrier()
+
+
+def _has_failed(work: Future[None]) -> bool:
+    """Waits for its end."""
+    try:
+        return work.exception() is not None
+    except CancelledError:
+        return True

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,8 +73,8 @@ class Speculation:
 
     # From the training thread.
 
-    def begin(self, group: GroupState, spec: UpdateSpec, after: Future[Any] | None) -> None:
-        """Tries the update of a group, once ``after`` is done."""
+    def begin(self, group: GroupState, spec: UpdateSpec, after: Sequence[Future[Any]]) -> None:
+        """Tries the update of a group, once all of ``after`` are done."""
         tiles = [tile for tile in group.tiles if _may_be_tried(tile) and _is_changed(tile, spec)]
         if tiles and not self.has(group):
             attempt = self._attempts[id(group)] = _Attempt(group, spec)
@@ -128,9 +128,9 @@ class Speculation:
         if attempt is not None:
             await self._end(attempt)
 
-    async def _begin(self, attempt: _Attempt, tiles: list[Tile], after: Future[Any] | None) -> None:
-        if after is not None:
-            await asyncio.wrap_future(after)
+    async def _begin(self, attempt: _Attempt, tiles: list[Tile], after: Sequence[Future[Any]]) -> None:
+        for future in after:
+            await asyncio.shield(asyncio.wrap_future(future))
         if not attempt.ended:
             attempt.waiting.extend(tiles)
             self._pump()

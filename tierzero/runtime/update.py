@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -71,6 +72,8 @@ class Updater:
         self._speculating = speculating
         """Bytes of staging that it leaves to speculation besides."""
         self._writing: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Future[Any]] = set()
+        """Updates that somebody has asked for, until all tiles have them in memory."""
         self.speculation = Speculation(engine, store, tile_io, self._change, self._reserve)
         self.before_change: Callable[[Tile, OpenTile | None], Awaitable[None]] | None = None
         """Awaited before a tile is updated, with what is in memory of it; see `tierzero.runtime.snapshot`."""
@@ -88,11 +91,12 @@ class Updater:
 
         Returns the events after which the destination is complete. Write-back of updated tiles goes on behind it.
         """
-        updating = group.updating
-        if updating is not None:
-            await asyncio.wrap_future(updating)
-        work = self._bring_all(group, spec, destination, priority)
-        return await (work if spec is None else self.whole_or_failed(work))
+        with self._asked_for(spec):
+            updating = group.updating
+            if updating is not None:
+                await asyncio.wrap_future(updating)
+            work = self._bring_all(group, spec, destination, priority)
+            return await (work if spec is None else self.whole_or_failed(work))
 
     async def apply(self, group: GroupState, spec: UpdateSpec, priority: Priority) -> None:
         """Updates the shard in its home only; unlike `bring` it does not wait for ``group.updating``, which it is."""
@@ -103,7 +107,23 @@ class Updater:
         The engine then keeps the error, so that nobody goes on from them. An interrupt of whoever waits does not reach
         it.
         """
-        return await asyncio.shield(self._engine.spawn(update))
+        task = self._engine.spawn(update)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+    @contextmanager
+    def _asked_for(self, spec: UpdateSpec | None) -> Iterator[None]:
+        if spec is None:
+            yield
+            return
+        ended = asyncio.get_running_loop().create_future()
+        self._under_way.add(ended)
+        try:
+            yield
+        finally:
+            self._under_way.discard(ended)
+            ended.set_result(None)
 
     async def _bring_all(
         self, group: GroupState, spec: UpdateSpec | None, destination: Destination | None, priority: Priority
@@ -136,6 +156,16 @@ class Updater:
                     continue
                 if not self._tile_io.read_ahead(group, tile, self._reserve + self._speculating):
                     return
+
+    async def written(self) -> None:
+        """Every update that was submitted to the loop before this is applied and written; raises what failed.
+
+        Each is known from its first moment on the loop, and the loop begins what it is given in order.
+        """
+        while self._under_way:
+            await asyncio.wait(tuple(self._under_way))
+        await self.drain()
+        self._engine.check()
 
     async def drain(self) -> None:
         """Waits for every write-back begun so far; raises the first failure. Cancelled, it leaves them alone."""

@@ -30,6 +30,8 @@ T = TypeVar("T")
 _CARRIED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32))
 _TURN = timedelta(seconds=0.2)
 _PATIENCE_S = 2.0
+_ANY = -1
+"""The tag of what belongs to no unit, among the reductions."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,17 @@ class Collectives:
 
     def submit_reduce(self, unit: int, work: Callable[[], T]) -> Future[T]:
         return self._submit(self._reduce, unit, work)
+
+    def submit_any(self, flag: Callable[[], bool]) -> Future[bool]:
+        """In the reductions' order: whether ``flag``, which may wait, is true on any rank."""
+
+        def agree() -> bool:
+            found = torch.tensor([int(flag())], device="cpu")
+            work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._reduce.tags, async_op=True)
+            _host_wait(work, self._reduce.thread.given_up)
+            return bool(found[0])
+
+        return self._submit(self._reduce, _ANY, agree)
 
     def _submit(self, lane: _Lane, unit: int, work: Callable[[], T]) -> Future[T]:
         def run() -> T:
