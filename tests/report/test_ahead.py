@@ -38,7 +38,8 @@ def recorded(folder: Path, always: bool) -> tuple[Path, int]:
     ):
         optimizer, speculation = tz.AdamW(model.parameters(), **hyper(STACK)), running(model).updater.speculation
         for step in range(1, STEPS + 1):
-            loss, before, deadline = regression(model, step, 0), speculation.tried_bytes, time.monotonic() + 0.3
+            loss, before = regression(model, step, 0), speculation.tried_bytes
+            deadline = time.monotonic() + (0.0 if always else 0.3)
             loss.backward()
             while speculation.tried_bytes == before and time.monotonic() < deadline:
                 time.sleep(0.001)
