@@ -104,12 +104,16 @@ def page_in(facts: Facts) -> Finding | None:
 def other_half(facts: Facts) -> Finding | None:
     """The drive idles in the backward, and forwards wait for it."""
     halves, run = facts.run.halves, facts.run
-    if halves is None or run.overlap != "forward" or run.durable or not facts.step.read_bytes:
+    if halves is None or run.overlap != "forward" or not facts.step.read_bytes:
         return None
     clips, known = clips_of(run)
     if halves.forward_waits < WORTH_A_WORD or halves.backward_use > _IDLE or 2 * clips > known:
         return None
-    why = ' ("auto" found too little free there, or no weights and optimizer state that both lie there)'
+    why = (
+        ""
+        if not run.is_auto
+        else ' ("auto" found too little free there, or no weights and optimizer state that both lie there)'
+    )
     acted = f" (clipping acted in {clips} of {known} steps, which it would not serve)" if clips else ""
     return Finding(
         "other half",
@@ -117,7 +121,11 @@ def other_half(facts: Facts) -> Finding | None:
         "The other half of the step",
         f"Forwards wait for page-in for {_percent(halves.forward_waits)} of the time, and the drive has requests in "
         f'{_percent(halves.backward_use)} of the backward only. optimizer.overlap = "both" makes updates there{acted}; '
-        f"it takes twice the space for weights and optimizer state on nvme{why if run.is_auto else ''}.",
+        + (
+            "on durable tiers it takes no more space."
+            if run.durable
+            else f"it takes twice the space for weights and optimizer state on nvme{why}."
+        ),
     )
 
 
