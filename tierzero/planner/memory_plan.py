@@ -22,6 +22,7 @@ from tierzero.planner.buffers import (
 from tierzero.planner.floor import check_capacity, floor_plan
 from tierzero.planner.placement import is_in_place, place, totals_by_tier
 from tierzero.planner.shape import Budgets, MemoryPlan, ModelShape, PlanRequest
+from tierzero.planner.trial_memory import with_trials
 from tierzero.sharding.stages import STAGES
 from tierzero.tiers import Tier
 
@@ -57,7 +58,7 @@ def plan_memory(shape: ModelShape, request: PlanRequest, budgets: Budgets) -> Me
             except BudgetError as error:
                 shortage = error
             else:
-                return plan
+                return with_trials(plan, shape, request, budgets)
     assert shortage is not None
     if sum(group.layout.shard_numel for group in shape.groups) // tile < MANY_TILES:
         _check_fits(shape, _plan(shape, request, budgets, tile, prefetch), budgets)
@@ -160,8 +161,8 @@ def _plan(shape: ModelShape, request: PlanRequest, budgets: Budgets, tile: int, 
         buckets,
         most,
         staging_tile if staged else 0,
-        limit,
-        in_place,
+        bucket_limit=limit,
+        in_place=in_place,
     )
 
 

@@ -30,22 +30,31 @@ def resolved(
     return "both" if not durable and has_tried_tiles(plan) and has_room() else "forward"
 
 
-def may_be_tried(home: TileHomes) -> bool:
-    """Whether a tile can be updated into a second slot of its own before its step."""
-    return home.weight is Tier.NVME and home.optimizer is Tier.NVME
+def may_be_tried(home: TileHomes, plan: MemoryPlan) -> bool:
+    """Whether a tile can be updated beside its current state before its step: into second slots of what lies on nvme,
+    into memory that is planned for it (see `tierzero.planner.trial_memory`) of all else.
+    """
+    in_memory = Tier.HOST in (home.weight, home.optimizer) or home.weight is Tier.DEVICE
+    return home.optimizer in (Tier.HOST, Tier.NVME) and (plan.trials > 0 or not in_memory)
 
 
 def has_tried_tiles(plan: MemoryPlan) -> bool:
-    return any(may_be_tried(home) for homes in plan.homes for home in homes)
+    return any(may_be_tried(home, plan) for homes in plan.homes for home in homes)
 
 
 def check_both(plan: MemoryPlan) -> None:
     """Raises ConfigError where there is nothing to try."""
-    if not has_tried_tiles(plan):
+    if has_tried_tiles(plan):
+        return
+    if any(home.optimizer is Tier.HOST for homes in plan.homes for home in homes):
         raise ConfigError(
-            'optimizer.overlap = "both": works on weights and optimizer state that both lie on nvme, and here none do; '
-            'use overlap = "forward", or place them there'
+            'optimizer.overlap = "both": needs memory for updated state beside the current one, of which tiers.host '
+            'leaves none; raise it, or use overlap = "forward"'
         )
+    raise ConfigError(
+        'optimizer.overlap = "both": works on optimizer state on the host or on nvme, and here none lies there; use '
+        'overlap = "forward", or set placement.optimizer'
+    )
 
 
 def second_slot_bytes(shape: ModelShape, plan: MemoryPlan, durable: bool) -> int:
@@ -56,10 +65,11 @@ def second_slot_bytes(shape: ModelShape, plan: MemoryPlan, durable: bool) -> int
         totals = totals_by_kind(shape, plan.homes, plan.tile)
         return totals["params"][Tier.NVME] + totals["optimizer"][Tier.NVME]
     return sum(
-        page_round(BYTES_OF["params"](group, span.numel)) + page_round(BYTES_OF["optimizer"](group, span.numel))
+        page_round(BYTES_OF[kind](group, span.numel))
         for group, homes in zip(shape.groups, plan.homes, strict=True)
         for span, home in zip(group.layout.tiles(plan.tile), homes, strict=True)
-        if may_be_tried(home)
+        for kind, tier in (("params", home.weight), ("optimizer", home.optimizer))
+        if tier is Tier.NVME and may_be_tried(home, plan)
     )
 
 

@@ -115,6 +115,7 @@ class PlanRequest:
     stage: Stage = STAGES[3]
     segment: int = 0
     """Units that are run again together in the backward, if memory allows while all of them are gathered."""
+    overlap: str = "forward"
     order: tuple[str, ...] = KINDS
     """Kinds of state that are placed automatically, the first of which gets the fastest memory. Weights move most
     often per byte, and gradients come before the update that they wait for.
@@ -161,6 +162,10 @@ class MemoryPlan:
     buckets: int
     staging: int
     staging_tile: int
+    trials: int = 0
+    """Of ``staging``, what the new state of tiles that live in memory may take while it is not known whether it
+    counts.
+    """
     bucket_limit: int = 0
     """What gradients on their way may take when units' gradients arrive in an unusual order: all that the device
     budget leaves.

@@ -224,7 +224,7 @@ def _declare(drafted: Draft, plan: MemoryPlan, store: TieredStore, world: World,
         group = GroupState(unit, len(unit.groups), each.layout, each.fmt, part, each.grad_dtype, device.torch_device)
         group.in_place = in_place
         group.whole = drafted.stage.whole
-        group.tiles = _declare_tiles(f"{unit.title}/{group.index}", group, homes, plan.tile, store)
+        group.tiles = _declare_tiles(f"{unit.title}/{group.index}", group, homes, plan, store)
         fragments = {fragment.slot.index: fragment for fragment in each.layout.fragments(part)}
         for slot, parameter in zip(each.layout.slots, each.parameters, strict=True):
             group.slots.append(SlotState(group, slot, parameter, fragments.get(slot.index)))
@@ -239,7 +239,7 @@ def _open(store: TieredStore, lasting: LastingFiles | None) -> None:
 
 
 def _declare_tiles(
-    name: str, group: GroupState, homes: Sequence[TileHomes], tile: int, store: TieredStore
+    name: str, group: GroupState, homes: Sequence[TileHomes], plan: MemoryPlan, store: TieredStore
 ) -> tuple[Tile, ...]:
     """Weights or gradients that lie in one tier of memory are one object, so that the shard is one tensor; all else
     is an object per tile.
@@ -268,8 +268,8 @@ def _declare_tiles(
         return Home(stored, 0, nbytes)
 
     tiles = []
-    for span, home in zip(group.layout.tiles(tile), homes, strict=True):
-        tried = may_be_tried(home)
+    for span, home in zip(group.layout.tiles(plan.tile), homes, strict=True):
+        tried = may_be_tried(home, plan)
         weight = home_of("weight", span.start, span.numel, span.index, home.weight, tried)
         assert weight is not None
         optimizer = home_of("optimizer", span.start, span.numel, span.index, home.optimizer, tried)

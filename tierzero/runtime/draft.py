@@ -67,6 +67,7 @@ class Draft:
             stage=self.stage,
             segment=segment_length(config.activations.recompute, len(self.blocks)),
             order=tuple(placement.order),
+            overlap=config.optimizer.overlap,
         )
 
 

@@ -230,7 +230,7 @@ class GradientHome:
             with self._tile_io.timing(Kind.PAGE_OUT, group, tile, length):
                 await self._store.write([home.stored], staging.memory(0, length), Priority.WRITE_BACK)
         finally:
-            self._tile_io.staging.release(staging)
+            self._tile_io.give_back(staging)
 
 
 def _cut(shard: torch.Tensor, fragment: Fragment) -> torch.Tensor:

@@ -15,6 +15,7 @@ HERE       the pager owns them; forward, backward handles and copies read them w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ class Pager:
         self.trace = AccessTrace()
         self.before_demand: Callable[[], None] = lambda: None
         """Raises where nothing can be fetched now."""
+        self.after_use: Callable[[float, bool], None] = lambda waited, backward: None
+        """Called with the seconds that a use by the model has waited, and whether it is the backward's."""
 
     def demand(self, unit: UnitState, in_order: bool = True) -> list[Gathered]:
         """The unit's gathered groups, waiting for them if need be; then starts the fetches that the trace foretells.
@@ -112,14 +115,17 @@ class Pager:
             self.trace.access(unit.index, _in_backward())
         self._demanded = unit.index
         record = self._records[unit.index]
+        began = time.perf_counter()
         if record.state is Paging.AWAY:
             self._start(unit, Priority.DEMAND, required=True)
         if in_order:
             self.prefetch()
         if record.state is Paging.COMING:
             self._finish(unit, record)
-        if in_order and self._stalls.starting and (unit.index not in self._outer or _in_backward()):
-            self._stalls.starting = False
+        if in_order:
+            self.after_use(time.perf_counter() - began, _in_backward())
+            if self._stalls.starting and (unit.index not in self._outer or _in_backward()):
+                self._stalls.starting = False
         return record.gathered
 
     def prefetch(self) -> None:

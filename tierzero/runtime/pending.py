@@ -9,19 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 from tierzero.errors import ConfigError
 from tierzero.runtime.anticipation import Anticipation
 from tierzero.runtime.fixing import MomentOwners, Stepped, fixed_updates, next_updates
 from tierzero.runtime.pager import Pager
-from tierzero.runtime.speculation import Habit
 from tierzero.runtime.state import GroupState, SlotState, UnitState, UpdateSpec
 from tierzero.runtime.stats import Stalls, StepOutcome, Tries
+from tierzero.runtime.trial_rules import Amount, Habit
 from tierzero.runtime.update import Updater
 from tierzero.tiers import IoEngine, Priority
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Totals: elements updated, and updated ahead of their step; seconds of drive and kernel, and of the clock."""
+
+    updated: int
+    ahead: int
+    drive_s: float
+    kernel_s: float
+    clock: float
 
 
 class PendingUpdates:
@@ -50,6 +63,9 @@ class PendingUpdates:
         self.outcome = StepOutcome()
         self.spares_free: Callable[[], Future[None] | None] = lambda: None
         """What frees the spare slots of the tiles, where something does that has begun."""
+        trained = (tile.span.numel for group in self._groups() if group.fmt is not None for tile in group.tiles)
+        self.amount = Amount(sum(trained))
+        self._work_before = self._work()
 
     def fix(self, stepped: Stepped, loss_scale: float) -> None:
         """Fixes the update of these parameters; it will read the gradients as they stand."""
@@ -132,6 +148,22 @@ class PendingUpdates:
         self._speculation.stop()
         self._speculation.drop(group for group in self._groups() if group.pending is None)
         self.habit.step_ended(applied and all(slot.clip_factor == 1.0 for slot in slots))
+        now, before = self._work(), self._work_before
+        self._work_before = now
+        updated = now.updated - before.updated
+        element_s = max(now.drive_s - before.drive_s, now.kernel_s - before.kernel_s) / updated if updated else 0.0
+        self.amount.step_ended(now.ahead - before.ahead, element_s, now.clock - before.clock)
+        self._speculation.allow(0 if self.habit.pauses else self.amount.elements)
+
+    def backward_ended(self) -> None:
+        if self.habit.tries():
+            self._speculation.all_begun()
+        self.habit.backward_ended()
+        self.amount.backward_ended()
+
+    def _work(self) -> _Work:
+        updater, drive_s = self._updater, self._engine.busy_s
+        return _Work(updater.updated, self._speculation.ahead, drive_s, updater.kernel_seconds, time.perf_counter())
 
     # Beside the backward.
 

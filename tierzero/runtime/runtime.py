@@ -33,6 +33,7 @@ from tierzero.runtime.state import GroupState, SlotState, UnitState, slot_of
 from tierzero.runtime.stats import Counters, Stalls
 from tierzero.runtime.tile_io import TileIO
 from tierzero.runtime.timeline import Timeline
+from tierzero.runtime.trials import StagingForTrials
 from tierzero.runtime.update import Updater
 from tierzero.runtime.whole_state import WholeState
 
@@ -51,9 +52,15 @@ class Runtime:
         self.timeline = Timeline()
         self.stalls = Stalls(self.timeline)
         self.tile_io = TileIO(parts.store, parts.pools["host"], parts.device, self.timeline)
-        staging, tile = parts.plan.staging, parts.plan.staging_tile
-        speculating = staging // 2 if parts.overlap == "both" else 0
-        self.updater = Updater(parts.engine, parts.store, self.tile_io, parts.device, tile, parts.ema, speculating)
+        self.updater = Updater(
+            parts.engine,
+            parts.store,
+            self.tile_io,
+            parts.device,
+            parts.plan.staging_tile,
+            parts.ema,
+            StagingForTrials.of(parts.plan) if parts.overlap == "both" else StagingForTrials(),
+        )
         self.host_limit = parts.host_limit
         self.offloading = Offloading()
         self.pager = Pager(
@@ -85,7 +92,8 @@ class Runtime:
         self.pager.before_demand = self.offloading.check
         self.gradients.before_arrival = self._before_arrival
         self.gradients.on_unit_complete = self._on_unit_complete
-        self.gradients.on_backward_end = self.updates.habit.backward_ended
+        self.gradients.on_backward_end = self.updates.backward_ended
+        self.pager.after_use = self.updates.amount.used
         self.saved_weights = SavedWeights(self.pager)
         self.saved_weights.know(self.slots())
         self.held_open: set[SlotState] = set()

@@ -1,16 +1,15 @@
 """Updates ahead of their step: in the backward, in the drive's idle time, without knowing whether clipping will act.
 
-A unit whose gradients are complete is updated as if the step's factor on them were 1, tile by tile, into the spare
-slots of its tiles (`tierzero.tiers.objects.StoredObject`); what is current stays untouched. The step then fixes the
-update as always. Where that is the same one, to the last number, the tiles that are done change their slots, and the
-rest follows in the next forward. Where it is not (clipping acts, a gradient is not finite, hyperparameters were
-changed), all tiles are updated in the next forward, from what has been current all the time. So no result depends on
-what was tried.
+A unit whose gradients are complete is updated as if the step's factor on them were 1, tile by tile, beside its current
+state, which stays untouched (`tierzero.runtime.trials`). The step then fixes the update as always. Where that is the
+same one, to the last number, the tiles that are done change over to their new state, and the rest follows in the next
+forward. Where it is not (clipping acts, a gradient is not finite, hyperparameters were changed), all tiles are updated
+in the next forward, from what has been current all the time. So no result depends on what was tried.
 
-States of a tile of a group that is tried, and who may touch its spare slot:
+States of a tile of a group that is tried, and who may touch its new state:
 
 ========= ===========================================================================================
-WAITING   nobody; whoever needs the group ends the attempt here
+WAITING   nobody, there is none; whoever needs the group ends the attempt here
 RUNNING   the speculation, which has the tile open: others wait for its end
 DONE      nobody; `Speculation.take` makes it current, anything else forgets it
 ========= ===========================================================================================
@@ -26,14 +25,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierzero.runtime.spans import Kind
-from tierzero.runtime.state import GroupState, Home, Tile, UpdateSpec
-from tierzero.runtime.tile_io import OpenTile, Parts, TileIO
-from tierzero.tiers import IoEngine, Priority, Residency, Tier, TieredStore, page_round
+from tierzero.runtime.state import GroupState, Tile, UpdateSpec
+from tierzero.runtime.tile_io import OpenTile, Parts, TileIO, all_or_first_error
+from tierzero.runtime.trials import StagingForTrials, Trial, Trials
+from tierzero.tiers import IoEngine, Priority
 
 _MOST = 4
 """Tiles that are tried at once: reading, updating and writing overlap, and the staging memory stays for others."""
-_LONGEST_PAUSE = 64
-"""Steps."""
 
 
 @dataclass
@@ -44,7 +42,7 @@ class _Attempt:
     spec: UpdateSpec
     waiting: deque[Tile] = field(default_factory=deque)
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    done: dict[int, Tile] = field(default_factory=dict)
+    done: dict[int, Trial] = field(default_factory=dict)
     ended: bool = False
 
 
@@ -56,26 +54,43 @@ class Speculation:
     def __init__(
         self,
         engine: IoEngine,
-        store: TieredStore,
         tile_io: TileIO,
+        trials: Trials,
         change: Callable[[OpenTile, UpdateSpec, Kind], Awaitable[None]],
         reserve: int,
+        staging: StagingForTrials,
     ) -> None:
-        self._engine, self._store, self._tile_io = engine, store, tile_io
+        self._engine, self._tile_io, self._trials = engine, tile_io, trials
         self._change = change
         self._reserve = reserve
         """Bytes of staging memory that stay free for others."""
+        self._staging = staging
+        tile_io.on_room = self._pump_soon
         self._attempts: dict[int, _Attempt] = {}
+        self._left = 0
+        """Elements that may still be tried."""
+        self._more_come = False
+        """A backward is expected, or runs, that adds attempts."""
         self.kept = self.lost = 0
         """Tiles."""
+        self.ahead = 0
+        """Elements that were updated ahead of their step and kept."""
         self.tried_bytes = self.kept_bytes = self.lost_bytes = 0
-        """Of state: written to spare slots, made current there, and written in vain."""
+        """Of state: made beside what is current, made current, and made in vain."""
 
     # From the training thread.
 
+    def allow(self, elements: int) -> None:
+        """So many elements may be tried in the backward to come."""
+        self._left, self._more_come = elements, True
+
+    def all_begun(self) -> None:
+        """No attempts are added any more."""
+        self._more_come = False
+
     def begin(self, group: GroupState, spec: UpdateSpec, after: Sequence[Future[Any]]) -> None:
         """Tries the update of a group, once all of ``after`` are done."""
-        tiles = [tile for tile in group.tiles if _may_be_tried(tile) and _is_changed(tile, spec)]
+        tiles = [tile for tile in group.tiles if self._trials.possible(tile) and _is_changed(tile, spec)]
         if tiles and not self.has(group):
             attempt = self._attempts[id(group)] = _Attempt(group, spec)
             self._engine.submit(self._begin(attempt, tiles, after))
@@ -87,6 +102,17 @@ class Speculation:
         """After a step: whether all that is tried is what it has fixed; None where nothing is tried."""
         tried = list(self._attempts.values())
         return all(attempt.spec == attempt.group.pending for attempt in tried) if tried else None
+
+    @property
+    def claims(self) -> int:
+        """Bytes of staging memory that reading ahead leaves to it: it is there for both, but not all for the first to
+        come.
+        """
+        attempts = list(self._attempts.values())
+        more = self._left > 0 and (self._more_come or any(attempt.waiting for attempt in attempts))
+        if more or any(attempt.running for attempt in attempts):
+            return self._staging.moving + self._staging.held - self._trials.held
+        return 0
 
     def stop(self) -> None:
         """No tile that waits is tried any more."""
@@ -115,12 +141,15 @@ class Speculation:
         if attempt.spec != spec:
             self._lose(attempt)
             return frozenset()
-        for tile in attempt.done.values():
-            with self._tile_io.timing(Kind.KEPT, group, tile, _nbytes(tile)):
-                self._store.adopt_spare([home.stored for home in _state(tile)])
-                self.kept_bytes += _nbytes(tile)
+        await all_or_first_error([self._keep(trial) for trial in attempt.done.values()])
         self.kept += len(attempt.done)
+        self.ahead += sum(trial.tile.span.numel for trial in attempt.done.values())
         return frozenset(attempt.done)
+
+    async def _keep(self, trial: Trial) -> None:
+        with self._tile_io.timing(Kind.KEPT, trial.group, trial.tile, trial.nbytes):
+            await self._trials.keep(trial)
+            self.kept_bytes += trial.nbytes
 
     async def leave(self, group: GroupState) -> None:
         """Somebody is about to read tiles of the group: none is open when this returns."""
@@ -155,97 +184,65 @@ class Speculation:
             await asyncio.wait(list(attempt.running.values()))
 
     def _lose(self, attempt: _Attempt) -> None:
-        for tile in attempt.done.values():
-            with self._tile_io.timing(Kind.LOST, attempt.group, tile, _nbytes(tile)):
+        for trial in attempt.done.values():
+            with self._tile_io.timing(Kind.LOST, trial.group, trial.tile, trial.nbytes):
+                self._trials.forget(trial)
                 self.lost += 1
-                self.lost_bytes += _nbytes(tile)
+                self.lost_bytes += trial.nbytes
+
+    def _pump_soon(self) -> None:
+        if any(attempt.waiting for attempt in self._attempts.values()):
+            asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
+        if self._engine.failure is not None:
+            return
         for attempt in list(self._attempts.values()):
             while attempt.waiting:
-                if not self._room_for(attempt.waiting[0]):
+                if self._left <= 0 or not self._room_for(attempt.waiting[0]):
                     return
                 self._start(attempt, attempt.waiting.popleft())
 
     def _room_for(self, tile: Tile) -> bool:
         running = sum(len(attempt.running) for attempt in self._attempts.values())
-        nbytes = _nbytes(tile) + (page_round(tile.gradient.nbytes) if tile.gradient is not None else 0)
-        return running < _MOST and self._tile_io.staging.free >= nbytes + self._reserve
+        staged, held = self._trials.staged_bytes(tile), self._trials.held_bytes(tile)
+        return (
+            running < _MOST
+            and self._tile_io.staging.free >= staged + self._reserve
+            and (not held or self._trials.held + held <= self._staging.held)
+        )
 
     def _start(self, attempt: _Attempt, tile: Tile) -> None:
-        state = [home.stored for home in _state(tile)]
-        at_home = all(stored.residency is Residency.AT_HOME and stored.spare_is_free for stored in state)
         # What was read ahead is about to be updated from memory, which is cheaper.
-        if at_home and not self._tile_io.is_wanted(tile):
-            task = self._engine.spawn(self._try(attempt, tile))
+        if not self._trials.is_free(tile) or self._tile_io.is_wanted(tile):
+            return
+        trial = self._trials.begin(attempt.group, tile)
+        if trial is not None:
+            self._left -= tile.span.numel
+            task = self._engine.spawn(self._try(attempt, trial))
             attempt.running[id(tile)] = task
             task.add_done_callback(lambda _: self._ended(attempt, tile))
 
     def _ended(self, attempt: _Attempt, tile: Tile) -> None:
         attempt.running.pop(id(tile), None)
-        if self._engine.failure is None:
-            self._pump()
+        self._pump()
 
-    async def _try(self, attempt: _Attempt, tile: Tile) -> None:
-        opened = await self._tile_io.open(attempt.group, tile, Parts.ALL, Priority.WRITE_BACK)
+    async def _try(self, attempt: _Attempt, trial: Trial) -> None:
+        group, tile = attempt.group, trial.tile
         try:
-            if attempt.ended:
-                return
-            await self._change(opened, attempt.spec, Kind.TRIED)
-            assert opened.lease is not None
-            with self._tile_io.timing(Kind.PAGE_OUT, attempt.group, tile, _nbytes(tile)):
-                await self._store.write_spare(opened.lease, Priority.WRITE_BACK)
-            attempt.done[id(tile)] = tile
-            self.tried_bytes += _nbytes(tile)
+            opened = await self._tile_io.open(group, tile, Parts.ALL, Priority.WRITE_BACK)
+            try:
+                if not attempt.ended:
+                    await self._trials.set_apart(opened, trial)
+                    await self._change(opened, attempt.spec, Kind.TRIED)
+                    await self._trials.file(opened, trial)
+                    attempt.done[id(tile)] = trial
+                    self.tried_bytes += trial.nbytes
+            finally:
+                self._tile_io.close(opened)
         finally:
-            self._tile_io.close(opened)
-
-
-class Habit:
-    """Whether trying pays: not where it was lost lately, and only in the backward that the step usually follows.
-
-    After a lost step, 1, 2, 4 and up to 64 steps go without, as often as it is lost again; a step in which it would
-    have been kept starts that anew. So a run that clips in every step tries in one of 64.
-    """
-
-    def __init__(self) -> None:
-        self._usual = self._backwards = 0
-        self._pause = self._left = 0
-        self.left_out = False
-        """The step that runs goes without, because of an earlier one."""
-
-    def tries(self) -> bool:
-        """Called in a backward."""
-        self.left_out = self._left > 0
-        return self._left == 0 and self._backwards + 1 == self._usual
-
-    def backward_ended(self) -> None:
-        self._backwards += 1
-
-    def step_ended(self, factor_was_one: bool) -> None:
-        """``factor_was_one``: what was tried, if anything, was right."""
-        self._usual, self._backwards, self.left_out = self._backwards, 0, False
-        if factor_was_one:
-            self._pause = self._left = 0
-        elif self._left:
-            self._left -= 1
-        else:
-            self._pause = min(_LONGEST_PAUSE, max(1, 2 * self._pause))
-            self._left = self._pause
-
-
-def _state(tile: Tile) -> list[Home]:
-    return [home for home in (tile.weight, tile.optimizer) if home is not None]
-
-
-def _nbytes(tile: Tile) -> int:
-    """Of its state as it is filed."""
-    return sum(page_round(home.nbytes) for home in _state(tile))
-
-
-def _may_be_tried(tile: Tile) -> bool:
-    homes = _state(tile)
-    return len(homes) == 2 and all(home.tier is Tier.NVME and home.stored.twofold for home in homes)
+            if id(tile) not in attempt.done:
+                self._trials.forget(trial)
 
 
 def _is_changed(tile: Tile, spec: UpdateSpec) -> bool:

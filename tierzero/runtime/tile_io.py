@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Flag, auto
@@ -95,6 +95,8 @@ class TileIO:
         self.staging = staging
         self._device = device
         self.room = RoomClock()
+        self.on_room: Callable[[], None] = lambda: None
+        """Called on the loop when staging memory has come back."""
         self._ahead: dict[int, _Ahead] = {}
         """Tiles read ahead, by identity."""
         self.read_ahead_bytes = 0
@@ -327,7 +329,12 @@ class TileIO:
         if opened.staging is not None:
             staging, opened.staging = opened.staging, None
             self.room.change(holding=-1)
-            self.staging.release(staging)
+            self.give_back(staging)
+
+    def give_back(self, staging: Buffer) -> None:
+        """Releases staging memory."""
+        self.staging.release(staging)
+        self.on_room()
 
     def timing(self, kind: Kind, group: GroupState, tile: Tile, nbytes: int) -> AbstractContextManager[object]:
         """Around something that is done with a tile, for the timeline."""

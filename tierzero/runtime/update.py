@@ -28,6 +28,7 @@ from tierzero.runtime.speculation import Speculation
 from tierzero.runtime.state import GroupState, Home, Tile, UpdateSpec
 from tierzero.runtime.stats import RoomClock
 from tierzero.runtime.tile_io import OpenTile, Parts, TileIO
+from tierzero.runtime.trials import StagingForTrials, Trials
 from tierzero.tiers import PAGE, Buffer, IoEngine, Priority, Tier, TieredStore, page_round
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Updater:
         device: Device,
         staging_tile: int = 0,
         ema: float = 0.0,
-        speculating: int = 0,
+        for_trials: StagingForTrials | None = None,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -69,12 +70,12 @@ class Updater:
         self._average_rate = rate_of(ema)
         self._reserve = FEWEST_STAGING_TILES * staging_tile
         """Bytes of staging that reading ahead leaves free: with so many every update gets on."""
-        self._speculating = speculating
-        """Bytes of staging that it leaves to speculation besides."""
         self._writing: set[asyncio.Task[None]] = set()
         self._under_way: set[asyncio.Future[Any]] = set()
         """Updates that somebody has asked for, until all tiles have them in memory."""
-        self.speculation = Speculation(engine, store, tile_io, self._change, self._reserve)
+        trials = Trials(engine, store, tile_io, device)
+        for_trials = for_trials or StagingForTrials()
+        self.speculation = Speculation(engine, tile_io, trials, self._change, self._reserve, for_trials)
         self.before_change: Callable[[Tile, OpenTile | None], Awaitable[None]] | None = None
         """Awaited before a tile is updated, with what is in memory of it; see `tierzero.runtime.snapshot`."""
         self.kernel_seconds = 0.0
@@ -154,7 +155,7 @@ class Updater:
             for tile in group.tiles if group.fmt is not None else ():
                 if self.speculation.holds(tile):
                     continue
-                if not self._tile_io.read_ahead(group, tile, self._reserve + self._speculating):
+                if not self._tile_io.read_ahead(group, tile, self._reserve + self.speculation.claims):
                     return
 
     async def written(self) -> None:

@@ -48,8 +48,9 @@ class IoEngine:
         self.fault = fault
         self.failure: BaseException | None = None
         """The first failure of a task that was started with `spawn`, or the first interrupt of a `whole` section."""
-        self._reads = Traffic()
-        self._writes = Traffic()
+        self._both = Traffic()
+        """The time of transfers to and from tier files."""
+        self._reads, self._writes = Traffic(self._both), Traffic(self._both)
         self._other = Traffic()
         """Of files that are no tiers, both ways."""
         self._lock = threading.Lock()
@@ -87,6 +88,11 @@ class IoEngine:
     def write_busy_s(self) -> float:
         """Seconds of wall time with at least one write in flight."""
         return self._writes.busy_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of wall time with at least one transfer to or from tier files in flight."""
+        return self._both.busy_s
 
     # Work.
 

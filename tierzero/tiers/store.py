@@ -20,7 +20,7 @@ from tierzero.tiers.engine import IoEngine
 from tierzero.tiers.executor import Priority, Request
 from tierzero.tiers.faults import first_cause
 from tierzero.tiers.file import Direct
-from tierzero.tiers.memory import MemoryPool
+from tierzero.tiers.memory import Buffer, MemoryPool
 from tierzero.tiers.objects import About, Extent, Lease, Residency, StoredObject, claim, layout, runs
 from tierzero.tiers.room import DriveRoom
 from tierzero.tiers.striped_file import StripedFile
@@ -231,6 +231,15 @@ class TieredStore:
         for stored in objects:
             stored._change_slots()
             stored._digest, stored._spare_digest = stored._spare_digest, None
+
+    @staticmethod
+    def exchange(stored: StoredObject, buffer: Buffer) -> Buffer:
+        """An object in memory lives in ``buffer`` from now on, of the same pool and size; returns where it was."""
+        before = stored.buffer
+        if before is None or before.capacity != buffer.capacity:
+            raise RuntimeError(f"{stored.name!r} cannot live in a buffer of {buffer.capacity} bytes")
+        stored.buffer = buffer
+        return before
 
     @property
     def may_be_cloned(self) -> bool:

@@ -21,9 +21,12 @@ Fault = Callable[[str, Path, int, int], None]
 
 
 class Traffic:
-    """Bytes moved in one direction, and the wall time with at least one transfer in flight."""
+    """Bytes moved in one direction, and the wall time with at least one transfer in flight. What is in flight counts
+    for the time of ``part_of`` too.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, part_of: Traffic | None = None) -> None:
+        self._part_of = part_of
         self._lock = threading.Lock()
         self._in_flight = 0
         self._since = 0.0
@@ -32,17 +35,27 @@ class Traffic:
 
     @contextlib.contextmanager
     def flight(self) -> Iterator[None]:
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        if self._part_of is not None:
+            self._part_of._begin()
         with self._lock:
             if self._in_flight == 0:
                 self._since = time.perf_counter()
             self._in_flight += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight -= 1
-                if self._in_flight == 0:
-                    self._busy_s += time.perf_counter() - self._since
+
+    def _end(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._busy_s += time.perf_counter() - self._since
+        if self._part_of is not None:
+            self._part_of._end()
 
     def add(self, nbytes: int) -> None:
         with self._lock:

@@ -162,6 +162,7 @@ class Planner:
             prefetch=choice.prefetch,
             segment=segment,
             order=choice.order,
+            overlap=choice.overlap,
         )
         plan = plan_memory(self.shape, request, _without(budgets, activations))
         _check_device(plan, activations, site.machine)
