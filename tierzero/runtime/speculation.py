@@ -40,7 +40,9 @@ class _Attempt:
 
     group: GroupState
     spec: UpdateSpec
-    waiting: deque[Tile] = field(default_factory=deque)
+    waiting: deque[Tile]
+    ready: bool = False
+    """The gradients are there."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     done: dict[int, Trial] = field(default_factory=dict)
     ended: bool = False
@@ -92,8 +94,8 @@ class Speculation:
         """Tries the update of a group, once all of ``after`` are done."""
         tiles = [tile for tile in group.tiles if self._trials.possible(tile) and _is_changed(tile, spec)]
         if tiles and not self.has(group):
-            attempt = self._attempts[id(group)] = _Attempt(group, spec)
-            self._engine.submit(self._begin(attempt, tiles, after))
+            attempt = self._attempts[id(group)] = _Attempt(group, spec, deque(tiles))
+            self._engine.submit(self._begin(attempt, after))
 
     def has(self, group: GroupState) -> bool:
         return id(group) in self._attempts
@@ -157,12 +159,11 @@ class Speculation:
         if attempt is not None:
             await self._end(attempt)
 
-    async def _begin(self, attempt: _Attempt, tiles: list[Tile], after: Sequence[Future[Any]]) -> None:
+    async def _begin(self, attempt: _Attempt, after: Sequence[Future[Any]]) -> None:
         for future in after:
             await asyncio.shield(asyncio.wrap_future(future))
-        if not attempt.ended:
-            attempt.waiting.extend(tiles)
-            self._pump()
+        attempt.ready = True
+        self._pump()
 
     async def _stop(self) -> None:
         for attempt in list(self._attempts.values()):
@@ -198,7 +199,7 @@ class Speculation:
         if self._engine.failure is not None:
             return
         for attempt in list(self._attempts.values()):
-            while attempt.waiting:
+            while attempt.ready and attempt.waiting:
                 if self._left <= 0 or not self._room_for(attempt.waiting[0]):
                     return
                 self._start(attempt, attempt.waiting.popleft())
