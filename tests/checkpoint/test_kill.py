@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-JOB = [sys.executable, "-m", "tests.checkpoint.kill_job"]
+from ..support.forked import Module
+
 NEVER = 10**9
 
 
@@ -19,19 +17,17 @@ def run_job(folder: Path, ranks: int, how: str, victim: int = 0, moment: int = N
     """What the ranks print; each has a short time to end after another one was killed."""
     (folder / "nvme").mkdir(parents=True, exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*JOB, str(folder), str(rank), str(ranks), str(moment if rank == victim else NEVER), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        for rank in range(ranks)
-    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    printed = [folder / f"printed-{rank}" for rank in range(ranks)]
+    processes = []
     try:
-        return [process.communicate(timeout=120)[0] for process in processes]
+        for rank, output in enumerate(printed):
+            output.unlink(missing_ok=True)
+            words = [str(folder), str(rank), str(ranks), str(moment if rank == victim else NEVER), how]
+            processes.append(Module("tests.checkpoint.kill_job", words, environment, output, Path(os.devnull)))
+        for process in processes:
+            process.wait(120)
+        return [output.read_text() for output in printed]
     finally:
         for process in processes:
             process.kill()

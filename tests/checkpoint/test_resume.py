@@ -15,8 +15,6 @@ import tierzero as tz
 from ..support.oracle import Outcome, assert_bits, config
 from ..support.resuming import running
 
-PRECISIONS = ("bf16", "fp32", "fp16")
-
 
 def settings(nvme: Path, precision: str, tier: object = "nvme", **sections: dict[str, Any]) -> tz.Config:
     nvme.mkdir(exist_ok=True)
@@ -41,13 +39,22 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_resumed_run_continues_bit_identically(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "targets"),
+    [
+        pytest.param("bf16", tuple(TARGETS), id="bf16"),
+        pytest.param("fp32", ("nvme", "split"), id="fp32"),
+        pytest.param("fp16", ("host", "small-tiles"), id="fp16"),
+        pytest.param("fp32", ("host", "device", "small-tiles", "no-overlap"), id="fp32-rest", marks=pytest.mark.long),
+        pytest.param("fp16", ("nvme", "device", "split", "no-overlap"), id="fp16-rest", marks=pytest.mark.long),
+    ],
+)
+def test_resumed_run_continues_bit_identically(precision: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     losses, wanted = unbroken(tmp_path / "nvme", precision, saved)
     assert len(set(losses)) == 10
-    for target, options in TARGETS.items():
-        options = {"tiers": {}, **options}
+    for target in targets:
+        options = {"tiers": {}, **TARGETS[target]}
         with running(settings(tmp_path / target, precision, **options), seed=7) as run:
             run.train(3)  # whatever the model held before is replaced
             torch.manual_seed(1234)

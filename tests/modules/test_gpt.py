@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..support.oracle import TIERS, Case, assert_bits, assert_close, config, train_plain, train_sharded
+from ..support.oracle import Case, assert_bits, assert_close, config, train_plain, train_sharded
 from ..support.rank_pool import RankPool
 from ..support.zoo import language
 
@@ -78,8 +78,15 @@ def case(tied: bool, recompute: str) -> Case:
     return Case(lambda: Decoder(tied, recompute), language, (Layer, "tokens", "head"), steps=10, clip=1.0)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "tier"),
+    [
+        (False, "nvme"),
+        (True, "host"),
+        pytest.param(False, "host", marks=pytest.mark.long),
+        pytest.param(True, "nvme", marks=pytest.mark.long),
+    ],
+)
 def test_decoder(tied: bool, tier: str, tmp_path: Path) -> None:
     found = train_sharded(case(tied, "none"), config(tmp_path, tier))
     assert_close(found, train_plain(case(tied, "none")))

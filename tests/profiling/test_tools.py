@@ -19,14 +19,15 @@ from tierzero.profiling.moments import MomentRun
 from tierzero.profiling.moments import table as moments_table
 from tierzero.tiers.drive_rate import mixed_rate
 
+from ..support.forked import run_module
+
 ROOT = Path(__file__).resolve().parents[2]
 ROW = Row("plain", 1_000_000, 2.0, 512.0, 4 * 10**9, 0.0, 3.5, 0.0)
 TINY = ["--size", "tiny", "--seq-len", "32", "--batch", "2"]
 
 
 def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
+    return run_module(str(ROOT / "tools" / name), *arguments)
 
 
 @pytest.mark.long

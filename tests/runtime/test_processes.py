@@ -26,7 +26,7 @@ def run_of(accident: dict[str, Any] | None = None, steps: int = 10) -> dict[str,
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """Of a run whose path another job asked for in the middle: that job was refused, and disturbed nothing."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    first = Job(folder / "job", run_of({"sleep_s": 1.0, "until": 6}), folder / "nvme")
+    first = Job(folder / "job", run_of({"sleep_s": 0.5, "until": 6}), folder / "nvme")
     with started(first):
         first.wait_for_step(1)
         second = Job(folder / "second", run_of(), folder / "nvme")

@@ -80,7 +80,7 @@ def same_bits(rank: int, size: int, shape: Shape, setting: Setting, folder: str)
     assert_identical(trained(rank, shape, setting.config(Path(folder)), setting.overlap), wanted)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(shape=MODELS, setting=SETTINGS)
 @example(shape=ODD, setting=Setting(1, "nvme", "host", "host", 4096, 1, "forward", "bf16"))
 @example(shape=ODD, setting=Setting(2, "nvme", "nvme", "host", 4096, 1, "backward", "fp32"))

@@ -80,8 +80,14 @@ def found(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     return functools.cache(lambda stage, precision: ranks.run(figures, str(nvme), stage, precision))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        *[(stage, "bf16") for stage in range(4)],
+        *[pytest.param(stage, "fp16", marks=pytest.mark.long) for stage in range(3)],
+        (3, "fp16"),
+    ],
+)
 def test_persistent_bytes_are_the_formulas(stage: int, precision: str, ranks: RankPool, found: Figures) -> None:
     wanted = formula_bytes(stage, ranks.size, precision)
     for own in found(stage, precision):

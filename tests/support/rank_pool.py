@@ -1,7 +1,7 @@
 """Ranks that are kept between tests: processes joined by gloo that run functions of the test modules.
 
-Starting a process with PyTorch takes seconds, so the ranks are started once and given one job after another. A job
-that fails or does not end in time costs the processes: a collective may be half done in them.
+The ranks are started once and given one job after another. A job that fails or does not end in time costs the
+processes: a collective may be half done in them.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from .forked import fork
+
 START_SECONDS = 120
 JOB_SECONDS = 60
 
@@ -30,7 +29,7 @@ class RankError(AssertionError):
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: ForkServerProcess
     connection: Connection
 
 
@@ -80,16 +79,15 @@ class RankPool:
                 assert rank.connection.poll(START_SECONDS), "the ranks did not find each other"
                 rank.connection.recv()
 
-    def _spawn(self, folder: str, rank: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, folder: str, rank: int) -> ForkServerProcess:
         environment = os.environ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.size),
             "LOCAL_WORLD_SIZE": str(self.size),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
         }
-        return subprocess.Popen([sys.executable, "-m", "tests.support.rank_pool", folder], cwd=ROOT, env=environment)
+        return fork(serve, folder, environment=environment)
 
     def close(self) -> None:
         self._kill()
@@ -99,7 +97,7 @@ class RankPool:
         for rank in self._ranks:
             rank.connection.close()
             rank.process.kill()
-            rank.process.wait()
+            rank.process.join()
         self._ranks = []
 
 
@@ -128,7 +126,3 @@ def serve(folder: str) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])

@@ -9,17 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .forked import ROOT, Module
 from .training import Result
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
+_ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Job:
     folder: Path
     runs: dict[str, Any]
     nvme: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes] | Module] = field(default_factory=list)
 
     def write(self, rendezvous: bool) -> Path:
         self.folder.mkdir(parents=True)
@@ -75,36 +76,33 @@ class Job:
 def started(job: Job, ranks: int = 2, torchrun: bool = False) -> Iterator[Job]:
     """The job's processes, in process groups of their own; what is left of them at the end is killed."""
     path = job.write(rendezvous=not torchrun)
-    module = ["-m", "tests.support.rank_job", str(path)]
-    if torchrun:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        commands = [([sys.executable, *launcher, *module], {})]
-    else:
-        commands = [
-            (
-                [sys.executable, *module],
-                {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
-            )
-            for rank in range(ranks)
-        ]
     try:
-        for index, (command, extra) in enumerate(commands):
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | extra
-            with (job.folder / f"{index}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-            job.processes.append(process)
+        if torchrun:
+            job.processes.append(_torchrun(path, ranks, job.folder / "0.log"))
+        for rank in () if torchrun else range(ranks):
+            own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+            environment = _ENVIRONMENT | {name: str(value) for name, value in own.items()}
+            log = job.folder / f"{rank}.log"
+            job.processes.append(Module("tests.support.rank_job", [str(path)], environment, log, log))
         yield job
     finally:
         for process in job.processes:
             kill_group(process)
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def _torchrun(path: Path, ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "tests.support.rank_job", str(path)]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, cwd=ROOT, env=_ENVIRONMENT, stdout=file, stderr=file, start_new_session=True)
+
+
+def kill_group(process: subprocess.Popen[bytes] | Module) -> None:
     """Kills the process and all that it started, if it still runs."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a fork that has not come to its own session yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 

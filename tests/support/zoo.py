@@ -290,9 +290,9 @@ class Odd(nn.Module):
 
 
 class Many(nn.Module):
-    """A thousand tiny modules of three parameters each."""
+    """Three hundred tiny modules of three parameters each."""
 
-    def __init__(self, count: int = 1000) -> None:
+    def __init__(self, count: int = 300) -> None:
         super().__init__()
         self.parts = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(count))
         self.gains = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(count))
