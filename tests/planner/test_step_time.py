@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import tierzero as tz
 from tierzero.activations.measure import ActivationBytes
 from tierzero.config import Config
 from tierzero.planner.fluid import Shared, Simulation
-from tierzero.planner.prediction import transient_peak
+from tierzero.planner.prediction import step_case, transient_peak
+from tierzero.planner.simulated_step import SimulatedStep
+from tierzero.planner.step_case import Phases
 from tierzero.planner.work import total
 from tierzero.training.estimated import activations_of
 from tierzero.training.memory import rss_bytes
@@ -29,6 +32,7 @@ def planner(profile: Any = None, **sections: Any) -> Planner:
         "train": {"batch_size": 2, "seq_len": 64},
         "tiers": {"nvme": ["/tmp"]},
         "placement": NVME,
+        "optimizer": {"overlap": "forward"},
     }
     for section, keys in sections.items():
         values[section] = {**values.get(section, {}), **keys}
@@ -118,7 +122,7 @@ class TestCountedWork:
 class TestBounds:
     @settings(max_examples=12, deadline=None)
     @given(
-        st.sampled_from(["forward", "none"]),
+        st.sampled_from(["forward", "none", "both"]),
         st.sampled_from([None, 0, 1, 4]),
         st.sampled_from([1, 4, 16]),
         st.sampled_from(["2MB", "6MB", "40MB"]),
@@ -141,6 +145,32 @@ class TestBounds:
         assert phases.step >= phases.nvme_bytes / 2e9 - 1e-9
         assert phases.step == pytest.approx(phases.forward + phases.backward + phases.update)
         assert all(busy <= phases.step + 1e-9 for busy in phases.busy.values())
+
+    def test_what_is_tried_in_the_backward_moves_updates_out_of_the_forward(self) -> None:
+        """Where the drive bounds the forward and idles in the backward. Weights of tried tiles are read once more."""
+        slow = machine(drives=[{"name": "drive", "read": 6e8, "write": 6e8, "mixed": 4.8e8}])
+        tiers, auto = {"nvme": ["/tmp"], "host": "60MB"}, {"overlap": "auto"}
+        found = planner(slow, train={"batch_size": 16}, tiers=tiers, optimizer=auto)
+        choice, budgets = found.as_configured(), found.budgets(found.site)
+
+        def phases(overlap: str, tried: float = 0.0) -> Phases:
+            load = found.workload(replace(choice, overlap=overlap), found.site, 0)
+            case = step_case(load, found.candidate(choice, found.site, budgets).plan, slow)
+            return SimulatedStep(replace(case, tried=tried)).run()
+
+        none, some, more = phases("both"), phases("both", 0.25), phases("both", 0.5)
+        assert some.forward < 0.9 * none.forward
+        assert none.backward < some.backward < more.backward
+        weights = 2 * found.parameters
+        assert some.nvme_bytes - none.nvme_bytes == pytest.approx(weights / 4, rel=0.3)
+        assert more.nvme_bytes - none.nvme_bytes == pytest.approx(weights / 2, rel=0.3)
+        resolved = found.candidate(choice, found.site, budgets)
+        assert (resolved.overlap, resolved.step_s) == ("both", some.step)
+        assert resolved.second_slots == pytest.approx(12 * found.parameters, rel=0.02)
+        options = replace(found.options(), recompute=["none"], order=[choice.order], tile=[None], prefetch=[None])
+        best = found.plan(options).best
+        assert (best.overlap, best.step_s) == ("both", some.step)
+        assert best.step_s < 0.95 * phases("forward").step
 
     def test_a_faster_drive_helps_where_the_drive_bounds(self) -> None:
         twice = machine(drives=[{"name": "drive", "read": 4e9, "write": 4e9, "mixed": 3.2e9}])
@@ -196,5 +226,5 @@ def test_nothing_is_allocated_for_a_model_of_forty_billion_parameters() -> None:
     plan = default_plan(found)
     assert plan is not None
     assert found.parameters > 4e10
-    assert transient_peak(found._workload(plan.best.choice, plan.site, 1)) > 0
+    assert transient_peak(found.workload(plan.best.choice, plan.site, 1)) > 0
     assert rss_bytes() - before < 200e6

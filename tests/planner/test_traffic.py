@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import statistics
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tierzero as tz
+from tierzero.api import running
 from tierzero.models import bundled_model
+from tierzero.planner.prediction import step_case
+from tierzero.planner.simulated_step import SimulatedStep
 from tierzero.training.planned import Planner, Site, default_plan
 
 from .machines import machine
@@ -51,25 +57,30 @@ def configuration(case: dict[str, Any], nvme: Path) -> tz.Config:
     return tz.Config.from_dict(base)
 
 
-def measured(config: tz.Config, micro_batch: int) -> float:
-    """NVMe bytes of a step; a mean, because write-backs may end in the next one."""
+def measured(config: tz.Config, micro_batch: int) -> tuple[float, float]:
+    """NVMe bytes of a step, and those of state that was updated ahead of it; means, because write-backs may end in the
+    next one.
+    """
     with tz.empty_init():
         model = bundled_model(config)
     sharded = tz.shard(model, config)
     optimizer = tz.AdamW(sharded.parameters(), lr=1e-3)
     try:
-        moved = []
+        moved, kept = [], []
         for step in range(14):
             ids = torch.randint(0, 4096, (config.train.batch_size, 16), generator=torch.Generator().manual_seed(step))
             for part in ids.split(micro_batch):
                 sharded(part, part).backward()
             if config.train.grad_clip:
                 tz.clip_grad_norm_(sharded, 1.0)
+            if running(sharded).overlap == "both":
+                wait_until_idle(sharded)
             optimizer.step()
             optimizer.zero_grad()
             stats = tz.stats(sharded)
             moved.append(stats["nvme_read_bytes"] + stats["nvme_write_bytes"])
-        return statistics.mean(moved[2:])
+            kept.append(stats["kept_bytes"])
+        return statistics.mean(moved[2:]), statistics.mean(kept[2:])
     finally:
         tz.close(sharded)
 
@@ -86,4 +97,30 @@ def test_predicted_traffic_is_measured_traffic(case: dict[str, Any], tmp_path: P
     plan = default_plan(planner)
     assert plan is not None
     predicted = plan.best.prediction.phases.nvme_bytes
-    assert predicted == pytest.approx(measured(config, planner.micro_batch), rel=0.02)
+    assert predicted == pytest.approx(measured(config, planner.micro_batch)[0], rel=0.02)
+
+
+def wait_until_idle(model: nn.Module) -> None:
+    """Until the drive has done nothing for a while: what the backward tries is done."""
+    engine, before = running(model).engine, -1
+    while (now := engine.read_bytes + engine.write_bytes) != before:
+        before = now
+        time.sleep(0.05)
+
+
+def test_weights_of_tiles_that_were_tried_move_once_more(tmp_path: Path) -> None:
+    """All else of a step moves as the next forward alone moves it, however much is tried."""
+    unclipped = {"grad_clip": 0}
+    config = configuration({"placement": NVME, "optimizer": {"overlap": "both"}, "train": unclipped}, tmp_path)
+    planner = Planner(config, Site(machine()))
+    choice, budgets = planner.as_configured(), planner.budgets(planner.site)
+    case = step_case(
+        planner.workload(choice, planner.site, 0), planner.candidate(choice, planner.site, budgets).plan, machine()
+    )
+    none = SimulatedStep(case).run().nvme_bytes
+    moved, kept = measured(config, planner.micro_batch)
+    assert kept > 0
+    assert moved == pytest.approx(none + kept * 2 / 12, rel=0.02)
+    weights = sum(tile.weights for unit in case.units for tile in unit.tiles)
+    some = SimulatedStep(replace(case, tried=0.25)).run().nvme_bytes
+    assert some - none == pytest.approx(weights / 4, rel=0.2)

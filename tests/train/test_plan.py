@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import tierzero as tz
+from tierzero.api import running
 from tierzero.cli.app import app
 from tierzero.config import Config
 from tierzero.errors import BudgetError
+from tierzero.models import bundled_model
 from tierzero.planner.machine import MachineProfile
 from tierzero.planner.machines import bundled_names
 from tierzero.planner.search import Choice, Options, fastest
 from tierzero.train import prepare, train
-from tierzero.training.planned import Planner, Site
+from tierzero.training.plan_report import as_json, peak_bytes
+from tierzero.training.planned import Planner, Site, default_plan, settings
 
 from ..planner.machines import machine
 
@@ -133,6 +137,23 @@ def test_what_the_configuration_says_is_not_changed(tmp_path: Path) -> None:
     found = json.loads(plan(configuration(tmp_path, more=more), "--profile", profile(tmp_path), "--json").stdout)
     assert (found["recompute"], found["overlap"], found["tile"]) == ("unit", "none", 32768)
     assert found["placement"]["params"] == {"nvme": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("limit", "overlap"), [("", "both"), ('nvme_limit = "16MB"\n', "forward")], ids=["plenty", "no room for more"]
+)
+def test_what_auto_comes_to(limit: str, overlap: str, tmp_path: Path) -> None:
+    """The plan of a run as it is configured, and the run itself."""
+    state = '[placement]\nparams = "nvme"\noptimizer = "nvme"\ngradients = "host"\n'
+    config = Config.load(configuration(tmp_path, more=limit + state))
+    found = default_plan(Planner(config, Site(machine())))
+    assert found is not None
+    assert (found.best.overlap, found.best.second_slots > 0) == (overlap, overlap == "both")
+    assert as_json(found, [], None)["overlap"] == settings(found)["optimizer"]["overlap"] == overlap
+    model = tz.shard(bundled_model(config), config)
+    assert running(model).overlap == overlap
+    assert tz.stats(model)["tier_bytes"]["nvme"] == pytest.approx(peak_bytes(found)["nvme"], rel=0.01)
+    tz.close(model)
 
 
 SLOW_DRIVE = {"drives": [{"name": "drive", "read": 3e8, "write": 3e8, "mixed": 2.5e8}]}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tierzero.planner.fluid import Shared, Simulation
 from tierzero.planner.simulated_tiles import DEMAND, PREFETCH, WRITE_BACK, SimulatedTiles
+from tierzero.planner.simulated_tries import SimulatedTries
 from tierzero.planner.step_case import Access, Phases, StepCase
 from tierzero.planner.step_units import TileWork
 
@@ -47,7 +48,8 @@ class SimulatedStep:
         self._processor, self._network = self._sim.resources["processor"], self._sim.resources["network"]
         self._link = self._sim.resources.get("link")
         self._tiles = SimulatedTiles(case, self._sim)
-        self._states = [_UnitState(pending=case.overlap == "forward") for _ in case.units]
+        self._tries = SimulatedTries(case, self._sim, self._tiles)
+        self._states = [_UnitState(pending=case.overlap in ("forward", "both")) for _ in case.units]
         self._arena, self._buckets = case.arena, case.buckets
         self._trace = [access.unit for access in (*case.forward, *case.backward) if access.uses]
         self._cursor = self._gradients_left = 0
@@ -67,6 +69,7 @@ class SimulatedStep:
 
     def _step(self) -> Phases:
         begun, moved, self._waiting = self._sim.now, self._tiles.moved, {}
+        self._tries.begin_step()
         busy = {name: resource.busy for name, resource in self._sim.resources.items()}
         forward = backward = 0.0
         repeated: Phases | None = None
@@ -134,6 +137,7 @@ class SimulatedStep:
     def _optimizer_step(self) -> None:
         if self.case.overlap == "backward":
             return
+        self._tries.stop()
         for index, state in enumerate(self._states):
             state.pending = True
             self._drop(index)
@@ -157,7 +161,8 @@ class SimulatedStep:
                 return
 
     def _tiles_in_order(self) -> Iterator[TileWork]:
-        return (tile for unit in dict.fromkeys(self._trace) for tile in self.case.units[unit].tiles)
+        tiles = (tile for unit in dict.fromkeys(self._trace) for tile in self.case.units[unit].tiles)
+        return (tile for tile in tiles if not self._tries.holds(tile))
 
     def _upcoming(self) -> list[int]:
         return self._trace[self._cursor :] + self._trace[: self._cursor]
@@ -181,10 +186,11 @@ class SimulatedStep:
             self._gather(unit)
         for tile in self.case.units[unit].tiles:
             then = functools.partial(self._to_device, unit, tile)
+            read = functools.partial(self._tiles.read, tile.weights, priority, then)
             if updates and tile.trained:
-                self._tiles.update(tile, priority, then)
+                self._tries.take(tile, read, functools.partial(self._tiles.update, tile, priority, then))
             else:
-                self._tiles.read(tile.weights, priority, then)
+                read()
 
     def _to_device(self, unit: int, tile: TileWork) -> None:
         def arrived() -> None:
@@ -299,6 +305,8 @@ class SimulatedStep:
         if last and self.case.overlap == "backward":
             self._drop(unit)
             self._update_in_place(unit, WRITE_BACK)
+        elif last and self.case.overlap == "both":
+            self._tries.begin(self.case.units[unit].tiles)
 
 
 def _alike(one: float, other: float) -> bool:

@@ -57,6 +57,8 @@ class SimulatedTiles:
         self._staging = _Staging(case.staging)
         self._ahead: dict[int, _Ahead] = {}
         """By the tile's identity."""
+        self._updating: set[int] = set()
+        """From the update's begin to the end of its write-back."""
         self.unwritten = 0
         self.moved = 0.0
 
@@ -76,11 +78,12 @@ class SimulatedTiles:
 
         def written() -> None:
             self.unwritten -= 1
+            self._updating.discard(id(tile))
             self._staging.give(tile.staged)
 
         def updated() -> None:
             then()
-            self._write(tile.state, written)
+            self.write(tile.state, written)
 
         def read() -> None:
             self._sim.submit(self._processor.second, tile.elements / self._case.speeds.adam, updated)
@@ -89,6 +92,7 @@ class SimulatedTiles:
             self.read(tile.gradients, priority, read)
 
         self.unwritten += 1
+        self._updating.add(id(tile))
         ahead = self._ahead.pop(id(tile), None)
         if ahead is None:
             self._staging.take(tile.staged, lambda: self.read(tile.state + tile.gradients, priority, read))
@@ -100,6 +104,8 @@ class SimulatedTiles:
     def read_ahead(self, tiles: Iterable[TileWork]) -> None:
         """Begins to read the first of ``tiles``, the next step's in order, as far as staging memory is left over."""
         reserve = FEWEST_STAGING_TILES * self._case.staging_tile
+        if self._case.overlap == "both":
+            reserve += self._case.staging // 2  # for what is tried
         for tile in tiles:
             if not tile.trained or not tile.state or id(tile) in self._ahead:
                 continue
@@ -123,11 +129,27 @@ class SimulatedTiles:
             then()
 
         def begin() -> None:
-            self.read(tile.gradients if adds else 0, DEMAND, lambda: self._write(tile.gradients, written))
+            self.read(tile.gradients if adds else 0, DEMAND, lambda: self.write(tile.gradients, written))
 
         self._staging.take(tile.gradients, begin)
 
-    def _write(self, nbytes: float, then: Then) -> None:
+    def write(self, nbytes: float, then: Then, priority: int = DEMAND) -> None:
         self.moved += nbytes
         self._handle(self._case.speeds.tile_write_s if nbytes else 0.0)
-        self._sim.submit(self._drive.second, nbytes, then)
+        self._sim.submit(self._drive.second, nbytes, then, priority)
+
+    # Of tiles that are tried.
+
+    def has_free(self, nbytes: int) -> bool:
+        """So much staging memory, with nobody waiting for it."""
+        return not self._staging.waiting and self._staging.free >= nbytes
+
+    def take_free(self, nbytes: int) -> None:
+        self._staging.free -= nbytes
+
+    def give(self, nbytes: int) -> None:
+        self._staging.give(nbytes)
+
+    def is_on_its_way(self, tile: TileWork) -> bool:
+        """Read ahead, or not back from its last update."""
+        return id(tile) in self._ahead or id(tile) in self._updating

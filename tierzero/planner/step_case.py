@@ -66,6 +66,8 @@ class StepCase:
     reduce_s: Sequence[float]
     held: frozenset[int] = frozenset()
     micro_steps: int = 1
+    tried: float = 0.0
+    """With ``overlap`` "both": the part of the tiles that the backward tries to update, at most."""
 
 
 @dataclass(frozen=True)

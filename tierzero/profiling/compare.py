@@ -27,7 +27,8 @@ _ALL = ("params", "optimizer", "gradients")
 
 
 def _placed(params: str, optimizer: str, gradients: str) -> dict[str, Any]:
-    return {"placement": dict(zip(_ALL, (params, optimizer, gradients), strict=True))}
+    places = dict(zip(_ALL, (params, optimizer, gradients), strict=True))
+    return {"placement": places, "optimizer": {"overlap": "forward"}}
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,9 +27,12 @@ _HOST = {"params": "host", "optimizer": "host", "gradients": "host"}
 
 
 def case(size: str, batch: int, seq_len: int, **sections: Any) -> dict[str, dict[str, Any]]:
-    """A configuration of the comparison's model of ``size``, its blocks recomputed, with more ``sections``."""
+    """A configuration of the comparison's model of ``size``, its blocks recomputed and updates beside the next forward
+    alone, with more ``sections``.
+    """
     train = {"batch_size": batch, "seq_len": seq_len, **sections.pop("train", {})}
-    return {"model": dict(SIZES[size]), "train": train, "activations": {"recompute": "unit"}, **sections}
+    base = {"activations": {"recompute": "unit"}, "optimizer": {"overlap": "forward"}}
+    return {"model": dict(SIZES[size]), "train": train, **base, **sections}
 
 
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -49,6 +52,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "overlap backward": case(
         "125m", 4, 256, placement=_NVME, optimizer={"overlap": "backward"}, train={"grad_clip": 0}
     ),
+    "overlap both": case("125m", 4, 256, placement=_NVME, optimizer={"overlap": "both"}),
+    "overlap both, 1 GB": case("125m", 4, 256, placement=_NVME, optimizer={"overlap": "both"}, tiers={"host": "1GB"}),
     "350m nvme": case("350m", 4, 256, placement=_NVME),
 }
 """Configurations that different things bound."""

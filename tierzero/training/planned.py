@@ -154,7 +154,7 @@ class Planner:
 
     def candidate(self, choice: Choice, site: Site, budgets: Budgets) -> Candidate:
         segment = segment_length(choice.recompute, len(self._draft.blocks))
-        load = self._workload(choice, site, segment)
+        load = self.workload(choice, site, segment)
         activations = transient_peak(load)
         request = dataclasses.replace(
             self._draft.request(self.config, site.ranks),
@@ -168,8 +168,7 @@ class Planner:
         _check_device(plan, activations, site.machine)
         overlap = self._overlap(choice.overlap, plan, budgets)
         second = self._second_slots(overlap, plan, budgets)
-        # What the backward does ahead is the drive's to say: not counted on.
-        load = dataclasses.replace(load, overlap="forward" if overlap == "both" else overlap)
+        load = dataclasses.replace(load, overlap=overlap)
         try:
             return Candidate(choice, plan, predict(load, plan, site.machine), activations, overlap, second)
         except RuntimeError as error:
@@ -204,7 +203,8 @@ class Planner:
             )
         return second
 
-    def _workload(self, choice: Choice, site: Site, segment: int) -> Workload:
+    def workload(self, choice: Choice, site: Site, segment: int) -> Workload:
+        """What is simulated for ``choice``."""
         recomputed = list(dict.fromkeys(self._units[name] for name in self._draft.blocks)) if segment else []
         return Workload(
             self.shape,
