@@ -66,6 +66,9 @@ def test_what_it_comes_to(tmp_path: Path) -> None:
     assert (overlap, filed - first) == ("both", second)
     for fewer in ({"placement": dict.fromkeys(("params", "optimizer"), "host")}, {"placement": {"params": "host"}}):
         assert resolved(config(tmp_path, **fewer))[::2] == ("forward", 0)
+    durable = config(tmp_path, checkpoint={"durable": True, "dir": str(tmp_path)})
+    with room(0):
+        assert resolved(durable)[0] == "both", "which have second slots anyway"
     overlap, _, some = resolved(config(tmp_path, placement=MIXED))
     assert overlap == "both"
     assert 0 < some < second, "only tiles that can be tried have a second slot"

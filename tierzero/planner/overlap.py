@@ -23,11 +23,12 @@ checkpoints and for whoever else writes there."""
 def resolved(
     overlap: Literal["auto"] | Overlap, plan: MemoryPlan, durable: bool, has_room: Callable[[], bool]
 ) -> Overlap:
-    """``has_room``: whether second slots fit, see `fit`; asked for "auto" only where there is something to try."""
+    """``has_room``: whether second slots fit, see `fit`; asked for "auto" only where there is something to try, and
+    where durable tiers do not have them anyway.
+    """
     if overlap != "auto":
         return overlap
-    # On durable tiers it takes no room, but waits for the seal: it is for those who ask for it.
-    return "both" if not durable and has_tried_tiles(plan) and has_room() else "forward"
+    return "both" if has_tried_tiles(plan) and (durable or has_room()) else "forward"
 
 
 def may_be_tried(home: TileHomes, plan: MemoryPlan) -> bool:

@@ -20,7 +20,11 @@ _OFFLOAD_OPTIMIZER = under(
     not_needed("pipeline_read", "tiles are always read ahead of their update", "optimizer.overlap"),
     not_needed("pipeline_write", "tiles are always written behind their update", "optimizer.overlap"),
     not_needed("fast_init", "state is made a tile at a time, where it lives, from the start"),
-    not_needed("super_offload", "the update always runs beside the next forward", "optimizer.overlap"),
+    not_needed(
+        "super_offload",
+        "the update runs beside the next forward, or beside both halves of the step",
+        "optimizer.overlap",
+    ),
     not_needed(
         "cpuadam_cores_perc", "the update takes the cores that the rank is bound to, or its share of the node's"
     ),

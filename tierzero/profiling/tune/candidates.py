@@ -140,7 +140,7 @@ def _plain(key: str, value: Value) -> Value | None:
 def _overlaps(config: Config, facts: Facts) -> list[Value]:
     can = {
         "backward": config.train.grad_clip == 0 and config.train.precision != "fp16" and facts.micro_steps == 1,
-        "both": facts.may_try and not config.checkpoint.durable,
+        "both": facts.may_try,
     }
     return [value for value in OPTIONS["optimizer.overlap"] if can.get(str(value), True)]
 
