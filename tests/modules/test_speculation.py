@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,12 @@ import pytest
 
 import tierzero as tz
 from tierzero.api import running
-from tierzero.runtime.speculation import Speculation
 from tierzero.runtime.trial_rules import Habit
 
 from ..support.oracle import Case, Outcome, assert_bits, built, config, hyper, record_state, seeded_loss, sharded
 from ..support.rank_pool import RankPool
 from ..support.training import everything_in
+from ..support.trials import wait_for_trials
 from ..support.zoo import Block, Stack, regression
 
 STACK = Case(lambda: Stack(4), regression, (Block,))
@@ -63,22 +62,6 @@ def train(rank: int, ranks: int, nvme: str, overlap: str, loop: Loop, sections: 
         speculation = running(model).updater.speculation
         assert speculation.tried_bytes == speculation.kept_bytes + speculation.lost_bytes
         return outcome, (speculation.kept, speculation.lost, speculation.lost_bytes)
-
-
-def wait_for_trials(model: Stack) -> None:
-    """Until what the backward has begun is done: how much is tried should not hang on how busy the machine is. What
-    found no room waits for the step.
-    """
-    runtime = running(model)
-    runtime.gradients.finish()
-    runtime.engine.run(_all_tried(runtime.updater.speculation))
-
-
-async def _all_tried(speculation: Speculation) -> None:
-    quiet = 0
-    while quiet < 10:
-        await asyncio.sleep(0.001)
-        quiet = 0 if any(attempt.running for attempt in speculation._attempts.values()) else quiet + 1
 
 
 LOOPS = {

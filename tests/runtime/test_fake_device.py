@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import tierzero as tz
 from tierzero.runtime import update as update_module
 from tierzero.runtime.device import Event
 from tierzero.runtime.pager import Pager
@@ -27,6 +31,7 @@ from ..support.training import (
     tight,
     train_sharded,
 )
+from ..support.trials import wait_for_trials
 
 RECIPE = Recipe(steps=10, accumulate=2)
 UNCLIPPED = Recipe(steps=10, clip=None)
@@ -116,6 +121,30 @@ def test_late_copies_beside_updates_in_the_backward(
         optimizer={"overlap": "backward"},
     )
     assert_identical(train_sharded(net(), config, UNCLIPPED, device=make_device(), poison=True), unclipped, placement)
+
+
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "device"])
+def test_late_copies_beside_trials_in_the_backward(
+    placement: str, make_device: DeviceMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = tz.clip_grad_norm_
+
+    def wait_and_clip(model: nn.Module, most: float) -> torch.Tensor:
+        wait_for_trials(model)
+        return clip(model, most)
+
+    monkeypatch.setattr(tz, "clip_grad_norm_", wait_and_clip)
+    config = configured(tmp_path, placement=PLACEMENTS[placement], tiers=ROOM)
+    kept: list[int] = []
+    for recipe in (replace(RECIPE, clip=1e3), RECIPE):
+        wanted = train_sharded(net(), config.override(["optimizer.overlap=none"]), recipe)
+        model, both = net(), config.override(["optimizer.overlap=both"])
+
+        def note(step: int, model: nn.Module = model) -> None:
+            kept.append(step and tz.stats(model)["kept_bytes"])
+
+        assert_identical(train_sharded(model, both, recipe, note, device=make_device(), poison=True), wanted)
+    assert any(kept) or placement == "device-gradients"  # there all weights are read ahead, which is cheaper
 
 
 @pytest.mark.parametrize("fault", ["forget_waits", "forget_synchronize"])
