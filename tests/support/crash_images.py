@@ -124,6 +124,12 @@ def let_try(model: Any) -> None:
         time.sleep(0.001)
 
 
+def copy_tiers(root: Path, image: Path, rank: int = 0) -> None:
+    """Of one rank. Call it where the engine's loop stands still."""
+    for folder in (root / "nvme" / "tierzero").glob(f"*-rank-{rank}"):
+        shutil.copytree(folder, image / "nvme" / "tierzero" / folder.name)
+
+
 @contextmanager
 def slowed(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -151,13 +157,14 @@ class Moments:
     sealed: int = 0
     images: list[tuple[Path, int]] = field(default_factory=list)
     """Each with the number of seals that were complete."""
+    rank: int = 0
     after_image: Callable[[], None] = lambda: None
 
     def __call__(self, kind: str) -> None:
         self.seen.append(kind)
         if len(self.seen) in self.chosen or (kind, self.seen.count(kind)) in self.chosen:
             image = self.root.with_name(f"{self.root.name}-image-{len(self.images)}")
-            shutil.copytree(self.root / "nvme", image / "nvme")
+            copy_tiers(self.root, image, self.rank)
             self.images.append((image, self.sealed))
             self.after_image()
 

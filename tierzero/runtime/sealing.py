@@ -266,7 +266,10 @@ class Sealer:
         await asyncio.wrap_future(recorded)
         if elsewhere is not None and await asyncio.wrap_future(elsewhere):
             raise CheckpointError(f"{self.folder}: another rank could not seal a step; its message says why")
-        await self._store.engine.call(remove_records, self._files.folders, self._number)
+        try:
+            await self._store.engine.call(remove_records, self._files.folders, self._number)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: the record of the step before cannot be removed: {error}") from error
         self._store.seal()
 
     def complete_alone(self) -> None:
