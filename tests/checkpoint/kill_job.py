@@ -1,5 +1,6 @@
 """A run of ten steps with a checkpoint after each, or with durable tiers and each step sealed, which kills itself at a
-given moment: ``FOLDER RANK SIZE MOMENT checkpoints|sealed|averaged`` (sealed, with averages in use between the steps).
+given moment: ``FOLDER RANK SIZE MOMENT checkpoints|sealed|averaged|both`` (sealed, with averages in use between the
+steps, or with updates that are tried in the backward and lost in every fourth step).
 
 Moments are counted over everything that may leave files half done: steps, tiles written, files named, synced, renamed
 and removed. It goes on from the newest checkpoint there is, and writes each step's loss to ``FOLDER/losses-RANK``.
@@ -64,6 +65,8 @@ def go_on(run: Run, folder: Path, rank: int, how: str, countdown: Countdown) -> 
     with (folder / f"losses-{rank}").open("a") as losses:
         while run.step < STEPS:
             countdown()
+            if how == "both":
+                run.clip = 0.5 if run.step % 4 == 3 else 1e6
             (loss,) = run.train(1, rank)
             print(run.step, loss.hex(), file=losses, flush=True)
             if sealed:
@@ -91,6 +94,8 @@ def main(folder: Path, rank: int, size: int, moment: int, how: str) -> None:
         sections["checkpoint"] = {"durable": True, "dir": str(folder / "checkpoints")}
     if how == "averaged":
         sections["optimizer"] = {"ema": 0.5}
+    if how == "both":
+        sections["optimizer"] = {"overlap": "both"}
     with running(config(folder / "nvme", **sections)) as run:
         go_on(run, folder, rank, how, countdown)
         tz.finish_checkpoint(run.model)

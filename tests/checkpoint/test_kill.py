@@ -65,7 +65,7 @@ def test_killed_run_goes_on(ranks: int, how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["checkpoints", "sealed", "averaged"])
+@pytest.mark.parametrize("how", ["checkpoints", "sealed", "averaged", "both"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_at_a_hundred_moments(ranks: int, how: str, tmp_path: Path) -> None:
     check(ranks, how, range(100, 125), 1, tmp_path)

@@ -137,7 +137,7 @@ def test_a_failure_on_one_rank_is_one_of_all(tmp_path: Path, two_ranks: RankPool
     two_ranks.run(failing_on_one, str(tmp_path))
 
 
-KILLED = [("write_spare", 3), ("adopt_spare", 3), ("write_record", 4), ("seal", 2)]
+KILLED = [("write_spare", 8), ("adopt_spare", 8), ("write_record", 4), ("seal", 2)]
 
 
 def killed_on_one(rank: int, size: int, folder: str, plan: Plan) -> list[int]:

@@ -58,6 +58,8 @@ class Plan:
     unsealed: Collection[int] = ()
     patient: bool = True
     """Each step comes when all that can be tried before it is done."""
+    prefetch: int = 1
+    """0: the update of a unit that is left out is begun with the backward."""
     slow: str = ""
     """A method of the store that takes its time: ``page_in``, and so updates, or ``sync``, and so seals."""
 
@@ -74,9 +76,10 @@ class Life:
 
 
 @contextmanager
-def on_durable_tiers(root: Path, overlap: str) -> Iterator[tuple[Any, Any, int]]:
+def on_durable_tiers(root: Path, overlap: str, prefetch: int = 1) -> Iterator[tuple[Any, Any, int]]:
     """Model, optimizer and the step that follows what is sealed in ``root``. Folders side by side are of one run."""
-    settings = durable_settings(root, overlap).override([f"checkpoint.dir={root.parent / 'checkpoints'}"])
+    keys = [f"checkpoint.dir={root.parent / 'checkpoints'}", f"tiers.prefetch={prefetch}"]
+    settings = durable_settings(root, overlap).override(keys)
     with sharded(built(CASE), settings, CASE.units) as model:
         optimizer = tz.AdamW(model.parameters(), **hyper(CASE))
         extra = tz.resume(model, optimizer)
@@ -86,7 +89,7 @@ def on_durable_tiers(root: Path, overlap: str) -> Iterator[tuple[Any, Any, int]]
 def live(root: Path, overlap: str, plan: Plan, rank: int = 0, seals: bool = True) -> Life:
     """Goes on from what is sealed in ``root`` to the end of the plan."""
     life = Life()
-    with slowed(plan.slow), on_durable_tiers(root, overlap) as (model, optimizer, life.first):
+    with slowed(plan.slow), on_durable_tiers(root, overlap, plan.prefetch) as (model, optimizer, life.first):
         for step in range(life.first, plan.steps):
             life.outcome.losses.append(take_step(model, optimizer, plan, step, rank))
             if seals and step not in plan.unsealed:

@@ -51,6 +51,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     step: int = 0
+    clip: float = 0.5
 
     def train(self, steps: int, rank: int = 0) -> list[float]:
         losses = []
@@ -59,7 +60,7 @@ class Run:
             logits = self.model(ids[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
             loss.backward()
-            tz.clip_grad_norm_(self.model, 0.5)
+            tz.clip_grad_norm_(self.model, self.clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
