@@ -137,13 +137,14 @@ def test_a_failure_on_one_rank_is_one_of_all(tmp_path: Path, two_ranks: RankPool
     two_ranks.run(failing_on_one, str(tmp_path))
 
 
-KILLED = [("write_spare", 8), ("adopt_spare", 8), ("write_record", 4), ("seal", 2)]
+KILLED = [("write_spare", 8), ("write_record", 4)]
+MORE_KILLED = [("write_spare", 5), ("adopt_spare", 8), ("remove_records", 4), ("seal", 2), ("page_out", 7)]
 
 
-def killed_on_one(rank: int, size: int, folder: str, plan: Plan) -> list[int]:
+def killed_on_one(rank: int, size: int, folder: str, plan: Plan, chosen: list[tuple[str, int]]) -> list[int]:
     """Rank 1 ends at a moment; rank 0 gets as far as it can without it, and then ends too. Where they go on from."""
     wanted = live(Path(folder) / "none", "none", plan, rank, seals=False).outcome
-    return [one_kill(rank, Path(folder) / moment[0], moment, plan, wanted) for moment in KILLED]
+    return [one_kill(rank, Path(folder) / moment[0], moment, plan, wanted) for moment in chosen]
 
 
 def one_kill(rank: int, folder: Path, moment: tuple[str, int], plan: Plan, wanted: Outcome) -> int:
@@ -185,6 +186,16 @@ def copy_after(engine: Any, dead: Path, over: Path, root: Path, image: Path) -> 
 
 
 def test_one_rank_is_killed(tmp_path: Path, two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(killed_on_one, str(tmp_path), Plan(steps=4))
+    first, second = two_ranks.run(killed_on_one, str(tmp_path), Plan(steps=4), KILLED)
     assert first == second
     assert all(first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", MORE_KILLED)
+@pytest.mark.parametrize("plan", [Plan(steps=5, slow="sync"), Plan(steps=6, clips=(2,), skips=(3,), slow="page_in")])
+def test_one_rank_is_killed_at_other_moments(
+    plan: Plan, moment: tuple[str, int], tmp_path: Path, two_ranks: RankPool
+) -> None:
+    first, second = two_ranks.run(killed_on_one, str(tmp_path), plan, [moment])
+    assert first == second
