@@ -25,6 +25,7 @@ from tierzero.tiers import TieredStore
 
 from .oracle import Case, Outcome, built, hyper, record_state, seeded_loss, sharded
 from .sealing import durable_settings
+from .trials import wait_for_trials
 from .zoo import Block, Stack, regression
 
 
@@ -116,15 +117,11 @@ def take_step(model: Any, optimizer: Any, plan: Plan, step: int, rank: int) -> f
 
 def let_try(model: Any) -> None:
     """Returns when nothing is left to be tried."""
-    runtime = running(model)
-    runtime.gradients.finish()
-    assert runtime.sealer is not None
-    if runtime.sealer.under_way is not None:
-        runtime.sealer.under_way.result()
-    attempts = runtime.updater.speculation._attempts
-    runtime.engine.run(asyncio.sleep(0.005))
-    while any(attempt.waiting or attempt.running for attempt in list(attempts.values())):
-        time.sleep(0.001)
+    sealer = running(model).sealer
+    assert sealer is not None
+    if sealer.under_way is not None:
+        sealer.under_way.result()
+    wait_for_trials(model)
 
 
 def copy_tiers(root: Path, image: Path, rank: int = 0) -> None:
