@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tierzero as tz
 from tierzero.api import running
@@ -37,26 +38,48 @@ class Loop:
     """One backward more than usual."""
     read: tuple[int, ...] = ()
     """Weights are looked at between backward and step."""
+    evaluated: tuple[int, ...] = ()
+    """The model is run without a backward between backward and step."""
+    saved: tuple[int, ...] = ()
+    """A checkpoint is written beside the next step."""
+    groups: bool = False
+    """Vectors have hyperparameters of their own."""
+    waits: bool = True
+    """What is tried is let come to its end."""
+
+    def groups_of(self, model: torch.nn.Module) -> list[dict[str, Any]]:
+        if not self.groups:
+            return [{"params": list(model.parameters())}]
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        return [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0}]
 
 
 def train(rank: int, ranks: int, nvme: str, overlap: str, loop: Loop, sections: dict[str, Any]) -> tuple[Outcome, Any]:
     outcome = Outcome()
-    merged = {"optimizer": {"overlap": overlap}, "train": {"precision": "bf16"}} | sections
+    merged: dict[str, Any] = {"train": {"precision": "bf16"}} | sections
+    merged["optimizer"] = merged.get("optimizer", {}) | {"overlap": overlap}
     with sharded(built(STACK), config(Path(nvme), **merged), STACK.units) as model:
-        optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+        optimizer = tz.AdamW(loop.groups_of(model), **hyper(STACK))
         for step in range(STEPS):
             for half in range(loop.backwards + (step in loop.more)):
                 loss = seeded_loss(STACK, model, 10 * step + half, rank)
                 (loss * float("nan") if step in loop.spoiled else loss).backward()
                 outcome.losses.append(loss.item())
-                wait_for_trials(model)
+                if loop.waits:
+                    wait_for_trials(model)
             if step in loop.read:
                 tz.read_state(model.blocks[3].up.weight, "weight")
+            if step in loop.evaluated:
+                with torch.no_grad():
+                    outcome.losses.append(seeded_loss(STACK, model, 1000 + step, rank).item())
             outcome.norms.append(float(tz.clip_grad_norm_(model, 0.01 if step in loop.clips else 1e6)))
             optimizer.param_groups[0]["lr"] *= 0.5 if step in loop.rates else 1.0
             if step not in loop.spoiled:
                 optimizer.step()
             optimizer.zero_grad()
+            if step in loop.saved:
+                tz.save_checkpoint(model, optimizer, Path(nvme) / f"{overlap}-{step}", background=True)
+        tz.finish_checkpoint(model)
         record_state(model, outcome)
         outcome.norms = [norm if norm == norm else -1.0 for norm in outcome.norms]
         speculation = running(model).updater.speculation
