@@ -17,6 +17,7 @@ from tierzero.api import running
 from tierzero.models import bundled_model
 from tierzero.planner.prediction import step_case
 from tierzero.planner.simulated_step import SimulatedStep
+from tierzero.runtime.trial_rules import Amount
 from tierzero.training.planned import Planner, Site, default_plan
 
 from .machines import machine
@@ -57,16 +58,14 @@ def configuration(case: dict[str, Any], nvme: Path) -> tz.Config:
     return tz.Config.from_dict(base)
 
 
-def measured(config: tz.Config, micro_batch: int) -> tuple[float, float]:
-    """NVMe bytes of a step, and those of state that was updated ahead of it; means, because write-backs may end in the
-    next one.
-    """
+def measured(config: tz.Config, micro_batch: int) -> list[dict[str, Any]]:
+    """The figures of the steps after the first two."""
     with tz.empty_init():
         model = bundled_model(config)
     sharded = tz.shard(model, config)
     optimizer = tz.AdamW(sharded.parameters(), lr=1e-3)
     try:
-        moved, kept = [], []
+        found = []
         for step in range(14):
             ids = torch.randint(0, 4096, (config.train.batch_size, 16), generator=torch.Generator().manual_seed(step))
             for part in ids.split(micro_batch):
@@ -77,10 +76,8 @@ def measured(config: tz.Config, micro_batch: int) -> tuple[float, float]:
                 wait_until_idle(sharded)
             optimizer.step()
             optimizer.zero_grad()
-            stats = tz.stats(sharded)
-            moved.append(stats["nvme_read_bytes"] + stats["nvme_write_bytes"])
-            kept.append(stats["kept_bytes"])
-        return statistics.mean(moved[2:]), statistics.mean(kept[2:])
+            found.append(tz.stats(sharded))
+        return found[2:]
     finally:
         tz.close(sharded)
 
@@ -97,19 +94,29 @@ def test_predicted_traffic_is_measured_traffic(case: dict[str, Any], tmp_path: P
     plan = default_plan(planner)
     assert plan is not None
     predicted = plan.best.prediction.phases.nvme_bytes
-    assert predicted == pytest.approx(measured(config, planner.micro_batch)[0], rel=0.02)
+    # A mean, because write-backs may end in the next step.
+    assert predicted == pytest.approx(statistics.mean(map(moved, measured(config, planner.micro_batch))), rel=0.02)
+
+
+def moved(stats: dict[str, Any]) -> float:
+    return float(stats["nvme_read_bytes"] + stats["nvme_write_bytes"])
 
 
 def wait_until_idle(model: nn.Module) -> None:
-    """Until the drive has done nothing for a while: what the backward tries is done."""
-    engine, before = running(model).engine, -1
-    while (now := engine.read_bytes + engine.write_bytes) != before:
+    """Until what the backward tries is done, and the drive has done nothing for a while."""
+    engine, speculation, before = running(model).engine, running(model).updater.speculation, -1
+    while (now := engine.read_bytes + engine.write_bytes) != before or any(
+        attempt.running for attempt in list(speculation._attempts.values())
+    ):
         before = now
         time.sleep(0.05)
 
 
-def test_weights_of_tiles_that_were_tried_move_once_more(tmp_path: Path) -> None:
-    """All else of a step moves as the next forward alone moves it, however much is tried."""
+def test_weights_of_tiles_that_were_tried_move_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All else of a step moves as the next forward alone moves it, however much is tried. Now and then a try is given
+    up when its tile has been read, because somebody else wants it: a median leaves such steps out.
+    """
+    monkeypatch.setattr(Amount, "least", 1 << 40)
     unclipped = {"grad_clip": 0}
     config = configuration({"placement": NVME, "optimizer": {"overlap": "both"}, "train": unclipped}, tmp_path)
     planner = Planner(config, Site(machine()))
@@ -118,9 +125,12 @@ def test_weights_of_tiles_that_were_tried_move_once_more(tmp_path: Path) -> None
         planner.workload(choice, planner.site, 0), planner.candidate(choice, planner.site, budgets).plan, machine()
     )
     none = SimulatedStep(case).run().nvme_bytes
-    moved, kept = measured(config, planner.micro_batch)
-    assert kept > 0
-    assert moved == pytest.approx(none + kept * 2 / 12, rel=0.02)
+    steps = measured(config, planner.micro_batch)
+    assert statistics.median(step["kept_bytes"] for step in steps) > 0
+    # Tried in a backward: read and written. Kept in the forward after it: that is saved, but for the weights.
+    ahead = [2 * step["tried_bytes"] - (2 - 2 / 12) * step["kept_bytes"] for step in steps]
+    rest = statistics.median(moved(step) - more for step, more in zip(steps, ahead, strict=True))
+    assert none == pytest.approx(rest, rel=0.02)
     weights = sum(tile.weights for unit in case.units for tile in unit.tiles)
     some = SimulatedStep(replace(case, tried=0.25)).run().nvme_bytes
     assert some - none == pytest.approx(weights / 4, rel=0.2)

@@ -80,6 +80,8 @@ def fit(plan: MemoryPlan, second: int, limit: int | None, drives: Sequence[Drive
 
     The limit also has to hold a copy of what lies in memory: `tierzero.offload` needs it.
     """
+    if not second:
+        return True
     if limit is not None and plan.nvme_state + second + plan.host_state + plan.device_state > limit:
         return False
     return all(not drive.in_memory and drive.wanted <= _PART * drive.free for drive in drives)

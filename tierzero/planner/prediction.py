@@ -87,9 +87,8 @@ def _fastest(case: StepCase) -> Phases:
     best = SimulatedStep(case).run()
     for part in _TRIED:
         more = SimulatedStep(replace(case, tried=part)).run()
-        if more.step >= best.step * (1 - _PAYS):
-            break
-        best = more
+        if more.step < best.step * (1 - _PAYS):
+            best = more
     return best
 
 

@@ -154,7 +154,7 @@ class SimulatedStep:
         if last_backward:
             upcoming = self._trace[self._cursor :] if self._cursor else []
             if self.case.overlap != "backward":
-                self._tiles.read_ahead(self._tiles_in_order())
+                self._tiles.read_ahead(self._tiles_in_order(), self._tries.claims)
         for unit in list(dict.fromkeys(upcoming))[: self.case.prefetch]:
             state = self._states[unit]
             if not state.here and not state.coming and not self._fetch(unit, required=False, current=current):

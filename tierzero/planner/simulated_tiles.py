@@ -101,11 +101,11 @@ class SimulatedTiles:
         else:
             ahead.then = rest
 
-    def read_ahead(self, tiles: Iterable[TileWork]) -> None:
-        """Begins to read the first of ``tiles``, the next step's in order, as far as staging memory is left over."""
-        reserve = FEWEST_STAGING_TILES * self._case.staging_tile
-        if self._case.overlap == "both":
-            reserve += self._case.staging // 2  # for what is tried
+    def read_ahead(self, tiles: Iterable[TileWork], leaving: int = 0) -> None:
+        """Begins to read the first of ``tiles``, the next step's in order, as far as staging memory is left over, but
+        for ``leaving`` bytes.
+        """
+        reserve = FEWEST_STAGING_TILES * self._case.staging_tile + leaving
         for tile in tiles:
             if not tile.trained or not tile.state or id(tile) in self._ahead:
                 continue

@@ -46,6 +46,12 @@ class SimulatedTries:
         self._waiting.clear()
         self._stopped = True
 
+    @property
+    def claims(self) -> int:
+        """Bytes of staging memory that reading ahead leaves to what is tried."""
+        more = self._left > 0 and not self._stopped
+        return self._case.staging // 2 if more or self._running else 0
+
     def holds(self, tile: TileWork) -> bool:
         return id(tile) in self._running or id(tile) in self._done
 
