@@ -12,7 +12,7 @@ import torch
 
 import tierzero as tz
 from tierzero.api import running
-from tierzero.runtime.trial_rules import Habit
+from tierzero.runtime.trial_rules import Amount, Habit
 
 from ..support.oracle import Case, Outcome, assert_bits, built, config, hyper, record_state, seeded_loss, sharded
 from ..support.rank_pool import RankPool
@@ -161,6 +161,34 @@ def test_habit() -> None:
     assert not habit.tries()
     habit.backward_ended()
     assert habit.tries()
+
+
+def test_amount() -> None:
+    """Work moves to where the model's thread waits less; what waits nowhere comes back slowly."""
+    amount = Amount(1000)
+    amount.least = 0
+
+    def step(forward: float, backward: float, ahead: int = 0, element_s: float = 0.01) -> int:
+        amount.used(forward, False)
+        amount.used(99.0, True)
+        amount.backward_ended()  # one of several: the last counts
+        amount.used(99.0, False)  # as does the first forward
+        amount.used(backward, True)
+        amount.backward_ended()
+        amount.step_ended(ahead, element_s, 10.0)
+        return amount.elements
+
+    assert step(0.0, 0.0) == 0
+    assert step(4.0, 1.0) == 300
+    assert step(2.0, 0.0, ahead=300) == 500
+    assert step(0.0, 1.0, ahead=500) == 400
+    assert step(0.05, 0.05, ahead=400) == 375
+    assert step(3.0, 3.0, ahead=375) == 375
+    assert step(50.0, 0.0, ahead=375) == 1000
+    assert step(0.0, 50.0, ahead=375) == 0
+    assert step(5.0, 0.0, ahead=10, element_s=0.0) == 0, "nothing was updated: nothing is known"
+    amount.least = 7
+    assert step(0.0, 50.0) == 7
 
 
 def test_where_it_cannot_be(tmp_path: Path) -> None:

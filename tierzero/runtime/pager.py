@@ -104,7 +104,9 @@ class Pager:
         self.before_demand: Callable[[], None] = lambda: None
         """Raises where nothing can be fetched now."""
         self.after_use: Callable[[float, bool], None] = lambda waited, backward: None
-        """Called with the seconds that a use by the model has waited, and whether it is the backward's."""
+        """Called with the seconds that a use by the model has waited, and whether it is the backward's; not before a
+        step's first forward has its first unit.
+        """
 
     def demand(self, unit: UnitState, in_order: bool = True) -> list[Gathered]:
         """The unit's gathered groups, waiting for them if need be; then starts the fetches that the trace foretells.
@@ -115,7 +117,7 @@ class Pager:
             self.trace.access(unit.index, _in_backward())
         self._demanded = unit.index
         record = self._records[unit.index]
-        began = time.perf_counter()
+        began, starting = time.perf_counter(), self._stalls.starting
         if record.state is Paging.AWAY:
             self._start(unit, Priority.DEMAND, required=True)
         if in_order:
@@ -123,7 +125,8 @@ class Pager:
         if record.state is Paging.COMING:
             self._finish(unit, record)
         if in_order:
-            self.after_use(time.perf_counter() - began, _in_backward())
+            if not starting:
+                self.after_use(time.perf_counter() - began, _in_backward())
             if self._stalls.starting and (unit.index not in self._outer or _in_backward()):
                 self._stalls.starting = False
         return record.gathered

@@ -59,8 +59,8 @@ class Amount:
     backward tries what was done ahead this time, and of the difference between the two waits as much as is updated
     in that time. Where neither waits, it tries a sixteenth less, until the forward begins to wait.
 
-    Not counted is what the first unit of a forward waits for: it is the last one whose gradients are complete, so that
-    trying cannot help it.
+    Not counted is what a forward waits for before its first unit is there: that is the last one whose gradients are
+    complete, so that trying cannot help it.
     """
 
     least = 0
@@ -70,16 +70,13 @@ class Amount:
         self._most = most
         """Elements that there are."""
         self.elements = 0
-        self._first = True
         self._forward = self._backward = self._last_backward = 0.0
         self._backwards = 0
 
     def used(self, waited: float, backward: bool) -> None:
-        """A unit was used, for whose weights the model's thread ``waited`` seconds."""
+        """The model's thread ``waited`` seconds for a unit's weights."""
         if backward:
             self._backward += waited
-        elif self._first:
-            self._first = False
         elif not self._backwards:
             self._forward += waited
 
@@ -97,5 +94,5 @@ class Amount:
         elif element_s:
             self.elements = ahead + int((forward - backward) / element_s)
         self.elements = min(self._most, max(self.least, self.elements))
-        self._first, self._backwards = True, 0
+        self._backwards = 0
         self._forward = self._backward = self._last_backward = 0.0
