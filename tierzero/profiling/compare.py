@@ -27,8 +27,7 @@ _ALL = ("params", "optimizer", "gradients")
 
 
 def _placed(params: str, optimizer: str, gradients: str) -> dict[str, Any]:
-    places = dict(zip(_ALL, (params, optimizer, gradients), strict=True))
-    return {"placement": places, "optimizer": {"overlap": "forward"}}
+    return {"placement": dict(zip(_ALL, (params, optimizer, gradients), strict=True))}
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,7 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tierzero-host": ("tierzero", _placed("host", "host", "host")),
     "tierzero-optimizer-nvme": ("tierzero", _placed("host", "nvme", "host")),
     "tierzero-nvme": ("tierzero", _placed("nvme", "nvme", "host")),
-    "tierzero-nvme-both": ("tierzero", _placed("nvme", "nvme", "host") | {"optimizer": {"overlap": "both"}}),
+    "tierzero-nvme-forward": ("tierzero", _placed("nvme", "nvme", "host") | {"optimizer": {"overlap": "forward"}}),
     "tierzero-nvme-gradients": ("tierzero", _placed("nvme", "nvme", "nvme")),
 }
 """What can be compared: the system and its configuration. In ``tierzero-nvme`` gradients stay on the host, where bf16

@@ -202,7 +202,8 @@ class Speculation:
             while attempt.ready and attempt.waiting:
                 if self._left <= 0 or not self._room_for(attempt.waiting[0]):
                     return
-                self._start(attempt, attempt.waiting.popleft())
+                if not self._start(attempt, attempt.waiting.popleft()):
+                    return
 
     def _room_for(self, tile: Tile) -> bool:
         running = sum(len(attempt.running) for attempt in self._attempts.values())
@@ -213,16 +214,20 @@ class Speculation:
             and (not held or self._trials.held + held <= self._staging.held)
         )
 
-    def _start(self, attempt: _Attempt, tile: Tile) -> None:
+    def _start(self, attempt: _Attempt, tile: Tile) -> bool:
+        """False where others stand in line for the memory that it would take."""
         # What was read ahead is about to be updated from memory, which is cheaper.
         if not self._trials.is_free(tile) or self._tile_io.is_wanted(tile):
-            return
+            return True
         trial = self._trials.begin(attempt.group, tile)
-        if trial is not None:
-            self._left -= tile.span.numel
-            task = self._engine.spawn(self._try(attempt, trial))
-            attempt.running[id(tile)] = task
-            task.add_done_callback(lambda _: self._ended(attempt, tile))
+        if trial is None:
+            attempt.waiting.appendleft(tile)
+            return False
+        self._left -= tile.span.numel
+        task = self._engine.spawn(self._try(attempt, trial))
+        attempt.running[id(tile)] = task
+        task.add_done_callback(lambda _: self._ended(attempt, tile))
+        return True
 
     def _ended(self, attempt: _Attempt, tile: Tile) -> None:
         attempt.running.pop(id(tile), None)
