@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="per round, warm-up included")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--accumulate", type=int, default=1, help="backwards per step, each of --batch sequences")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0 does not clip")
     parser.add_argument(
@@ -58,10 +59,13 @@ def main() -> None:
         parser.error(f"--nvme {options.nvme}: there is no such folder; create it or name another")
     if options.steps <= options.warmup:
         parser.error(f"--steps {options.steps}: must be more than the {options.warmup} of --warmup")
+    if options.accumulate > 1 and "deepspeed-nvme" in options.systems:
+        parser.error("--accumulate: deepspeed-nvme takes a step for every backward; leave one of them out")
     with tempfile.TemporaryDirectory(dir=options.nvme or ".") as folder:
         work = Workload(
             system="plain", steps=options.steps, warmup=options.warmup, batch=options.batch, seq_len=options.seq_len,
-            clip=options.clip, nvme=folder, config=parse_settings(options.set), **SIZES[options.size],
+            accumulate=options.accumulate, clip=options.clip, nvme=folder, config=parse_settings(options.set),
+            **SIZES[options.size],
         )  # fmt: skip
         bytes_from(work, options.systems)  # before anything is measured
         rates = [mixed_rate(folder)]

@@ -159,7 +159,7 @@ def _row(name: str, work: Workload, results: list[dict[str, Any]]) -> Row:
         name,
         parameters,
         step,
-        work.batch * work.seq_len / step,
+        work.accumulate * work.batch * work.seq_len / step,
         int(statistics.median(result["peak_rss"] for result in results)),
         statistics.median(moved) / parameters,
         float(results[0]["loss"][-1]),

@@ -38,6 +38,8 @@ class Workload:
     vocab: int = 25600
     seq_len: int = 256
     batch: int = 4
+    accumulate: int = 1
+    """Backwards of a step, each of ``batch`` sequences."""
     steps: int = 6
     warmup: int = 2
     precision: str = "bf16"
@@ -68,6 +70,16 @@ class Outcome:
     stall_s: list[dict[str, float]]
 
 
+def backwards(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor, work: Workload) -> torch.Tensor:
+    """Forward and backward of a step's micro-batches. Returns the mean loss."""
+    total = torch.zeros(())
+    for part, wanted in zip(ids.split(work.batch), targets.split(work.batch), strict=True):
+        loss = model(part, wanted) / work.accumulate
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
 Step = Callable[[torch.Tensor, torch.Tensor], float]
 
 
@@ -89,7 +101,7 @@ def batches(work: Workload) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1234)
     half = work.seq_len // 2 + 1
     while True:
-        uniform = torch.rand(work.batch, half, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(work.batch * work.accumulate, half, generator=generator, dtype=torch.float64)
         first = ((uniform * torch.log(torch.tensor(float(work.vocab)))).exp().long() - 1).clamp_(0, work.vocab - 1)
         tokens = torch.cat([first, first], dim=1)[:, : work.seq_len + 1]
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -126,8 +138,7 @@ def plain(work: Workload) -> Iterator[tuple[int, Step]]:
     optimizer = torch.optim.AdamW(masters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = model(ids, targets)
-        loss.backward()
+        loss = backwards(model, ids, targets, work)
         if bf16:
             for weight, master in zip(weights, masters, strict=True):
                 assert weight.grad is not None
@@ -167,8 +178,7 @@ def fsdp2(work: Workload) -> Iterator[tuple[int, Step]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = model(ids, targets)
-        loss.backward()
+        loss = backwards(model, ids, targets, work)
         if work.clip:
             nn.utils.clip_grad_norm_(model.parameters(), work.clip)
         optimizer.step()
@@ -199,8 +209,7 @@ def tierzero(work: Workload) -> Iterator[tuple[int, Step]]:
     optimizer = tz.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = model(ids, targets)
-        loss.backward()
+        loss = backwards(model, ids, targets, work)
         if work.clip:
             tz.clip_grad_norm_(model, work.clip)
         optimizer.step()
