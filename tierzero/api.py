@@ -125,7 +125,9 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
 def stats(model: nn.Module) -> dict[str, Any]:
     """Figures of a sharded model: bytes per tier now and at their peak, and traffic and stalls of the last step.
 
-    Keys: ``parameters`` (elements), ``state_bytes``, ``tier_bytes`` and ``peak_tier_bytes`` {device, host, nvme},
+    Keys: ``parameters`` (elements), ``overlap`` (what ``"auto"`` came to), ``state_bytes``, ``second_slot_bytes``
+    (which the tier files have beside the state, for ``overlap = "both"`` or durable tiers), ``tier_bytes`` and
+    ``peak_tier_bytes`` {device, host, nvme},
     ``nvme_read_bytes``, ``nvme_write_bytes``, ``comm_bytes`` {all_gather, reduce_scatter, all_reduce}, ``stall_s``
     {nvme_read, nvme_write, gather, optimizer, host_budget}, ``step_s`` (from the step's first forward to the end of
     ``optimizer.step()``) and ``compute_s``, the part of it that is no stall, ``cold_start_s``, the part of ``stall_s``
@@ -147,7 +149,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
                 row[tier.value] += nbytes
     return {
         "parameters": sum(slot.slot.numel for slot in runtime.slots()),
-        "state_bytes": sum(runtime.store.bytes_by_tier().values()),
+        "overlap": runtime.overlap,
+        "state_bytes": sum(runtime.store.bytes_by_tier().values()) - runtime.store.spare_bytes,
+        "second_slot_bytes": runtime.store.spare_bytes,
         "tier_bytes": tier_bytes(runtime),
         "peak_tier_bytes": peak_tier_bytes(runtime),
         "placement": placement,

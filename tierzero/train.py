@@ -363,7 +363,9 @@ class Run:
     def _finish(self, validation: float | None) -> None:
         sample = self._sample()
         stats = tz.stats(self.model)
-        state, peak = ranks.total([stats["state_bytes"], peak_rss_bytes()], self.device)
+        state, spare, peak = ranks.total(
+            [stats["state_bytes"], stats["second_slot_bytes"], peak_rss_bytes()], self.device
+        )
         if not self.job.ranks.first:
             return
         if sample is not None:
@@ -371,7 +373,7 @@ class Run:
         if validation is not None:
             bits = validation / math.log(2)
             print(f"result   validation loss {validation:.4f} ({bits:.3f} bits per token){self._of_averages()}")
-        for line in summarise(self.totals, stats, int(state), int(peak), self.job.ranks.world_size):
+        for line in summarise(self.totals, stats, int(state), int(spare), int(peak), self.job.ranks.world_size):
             print(line)
 
     def _sample(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,79 @@ def test_no_bit_changes_on_two_ranks(name: str, tmp_path: Path, two_ranks: RankP
         assert kept > 0
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_two_optimizers_whose_steps_meet_what_was_tried(tier: str, tmp_path: Path) -> None:
+    """The first step fetches its first units, and so takes what was tried for them, while the second one drops what it
+    has not fixed.
+    """
+
+    def trained(overlap: str) -> Outcome:
+        outcome = Outcome()
+        settings = config(tmp_path, tier, optimizer={"overlap": overlap})
+        with sharded(built(STACK), settings, STACK.units) as model:
+            updater = running(model).updater
+            kernel = updater._run_kernel
+
+            def slowly(*arguments: Any) -> None:
+                time.sleep(0.003)
+                kernel(*arguments)
+
+            updater._run_kernel = slowly  # type: ignore[method-assign]
+            last = {id(parameter) for parameter in model.blocks[3].parameters()}
+            first = tz.AdamW([p for p in model.parameters() if id(p) not in last], **hyper(STACK))
+            second = tz.AdamW(model.blocks[3].parameters(), **hyper(STACK))
+            for step in range(STEPS):
+                loss = seeded_loss(STACK, model, step, 0)
+                loss.backward()
+                outcome.losses.append(loss.item())
+                first.step()
+                if step % 2 == 0:
+                    second.step()
+                for optimizer in (first, second):
+                    optimizer.zero_grad()
+            record_state(model, outcome)
+            tz.full_state_dict(model)
+            speculation = updater.speculation
+            assert speculation.tried_bytes == speculation.kept_bytes + speculation.lost_bytes
+        return outcome
+
+    assert_bits(trained("both"), trained("none"))
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_closing_gives_back_the_memory_of_trials(tier: str, tmp_path: Path) -> None:
+    model = built(STACK)
+    with sharded(model, config(tmp_path, tier, optimizer={"overlap": "both"}), STACK.units):
+        optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+        for step in range(3):
+            seeded_loss(STACK, model, step, 0).backward()
+            wait_for_trials(model)
+            if step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        runtime = running(model)
+        assert runtime.updater.speculation.tried_bytes > 0
+    assert runtime.pools["host"].used == 0
+
+
+def test_nothing_tried_is_neither_kept_nor_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Amount, "least", 0)
+    monkeypatch.setattr(Amount, "step_ended", lambda *arguments: None)
+    with sharded(built(STACK), config(tmp_path, optimizer={"overlap": "both"}), STACK.units) as model:
+        optimizer = tz.AdamW(model.parameters(), **hyper(STACK))
+        for step in range(3):
+            seeded_loss(STACK, model, step, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = tz.stats(model)
+        assert (stats["overlap"], stats["tries"], stats["tried_bytes"]) == ("both", None, 0)
+        assert 0 < stats["second_slot_bytes"] < stats["state_bytes"]
+
+
 def test_habit() -> None:
-    """Not before a backward is known to be the last; after losses pauses that double, up to 64 steps."""
+    """Not before a backward is known to be the last; after losses pauses that double, up to 64 steps, and half of them
+    again after steps without.
+    """
     habit = Habit()
     assert not habit.tries()
 
@@ -153,8 +225,8 @@ def test_habit() -> None:
     assert [step(True) for _ in range(3)] == [True] * 3
     tried = [number for number in range(350) if step(False)]
     assert [b - a for a, b in itertools.pairwise(tried)] == [2, 3, 5, 9, 17, 33, 65, 65, 65, 65]
-    step(True)
-    assert step(True)
+    assert sum(step(number % 40 == 0) for number in range(400)) < 25, "a few steps that do not clip are no reason"
+    assert [step(True) for _ in range(10)][7:] == [True] * 3
     for _ in range(2):
         habit.backward_ended()
     habit.step_ended(True)

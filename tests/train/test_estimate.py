@@ -74,6 +74,7 @@ def tiny(nvme: str) -> Config:
 
 def counted(rank: int, size: int, nvme: str, stage: int, placement: dict[str, str], budgets: dict[str, int]) -> Any:
     sections = {"placement": placement, "tiers": budgets, "sharding": {"stage": stage}}
+    sections["optimizer"] = {"overlap": "forward"}  # an estimate is of the state, not of second slots
     keys = [f"{name}.{key}={json.dumps(value)}" for name, keys in sections.items() for key, value in keys.items()]
     return one_step(tiny(nvme).override(keys), 1)
 

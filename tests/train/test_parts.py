@@ -338,9 +338,9 @@ def test_the_summary_adds_up() -> None:
     totals = Totals()
     for step in (1, 2):
         totals.add(record(step))
-    text = "\n".join(summarise(totals, stats(), 14_000, 5 * 10**8, 1))
+    text = "\n".join(summarise(totals, stats() | {"overlap": "both"}, 14_000, 12_000, 5 * 10**8, 1))
     for part in (
-        "1.00 k parameters, state 14.0 kB (14.0 bytes per parameter)",
+        'state 14.0 kB (14.0 bytes per parameter) and second slots of 12.0 kB; optimizer.overlap = "both"',
         "device 1 B (peak 4 B), host 2 B (peak 5 B), nvme 3 B (peak 6 B)",
         "read 28.0 kB, wrote 24.0 kB; 26.0 kB per step, 26.0 bytes per parameter and step",
         "2 steps in 4.0 s, 256 tokens/s: computing 2.5 s, waiting for nvme_read 1.0 s, nvme_write 0.5 s",

@@ -107,7 +107,9 @@ def other_half(facts: Facts) -> Finding | None:
     if halves is None or run.overlap != "forward" or not facts.step.read_bytes:
         return None
     clips, known = clips_of(run)
-    if halves.forward_waits < WORTH_A_WORD or halves.backward_use > _IDLE or 2 * clips > known:
+    # What the first unit waits for stays: its gradients come last in the backward.
+    waits = halves.forward_waits - facts.step.cold
+    if waits < WORTH_A_WORD or halves.backward_use > _IDLE or 2 * clips > known:
         return None
     why = (
         ""
@@ -117,10 +119,11 @@ def other_half(facts: Facts) -> Finding | None:
     acted = f" (clipping acted in {clips} of {known} steps, which it would not serve)" if clips else ""
     return Finding(
         "other half",
-        halves.forward_waits,
+        waits,
         "The other half of the step",
-        f"Forwards wait for page-in for {_percent(halves.forward_waits)} of the time, and the drive has requests in "
-        f'{_percent(halves.backward_use)} of the backward only. optimizer.overlap = "both" makes updates there{acted}; '
+        f"Forwards wait for page-in for {_percent(waits)} of the time, not counting their start, and the drive has "
+        f"requests in {_percent(halves.backward_use)} of the backward only. "
+        f'optimizer.overlap = "both" makes updates there{acted}; '
         + (
             "on durable tiers it takes no more space."
             if run.durable

@@ -84,7 +84,10 @@ def _of_tries(tries: TriesOfRun) -> list[str]:
         found.append(f"{vain}: another backward came before the step, or something else asked for the state.")
     if tries.left_out:
         count = _steps(len(tries.left_out))
-        found.append(f"Because of such losses {count} went without, to waste nothing: {listed(tries.left_out)}.")
+        found.append(
+            f"{count} went without, to waste nothing, as steps before them had lost tries or would have: "
+            f"{listed(tries.left_out)}."
+        )
     return found
 
 

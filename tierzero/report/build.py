@@ -34,6 +34,8 @@ class Report:
         usual = typical(self.figures.settled())
         steps = self.figures.steps
         first = f"run      {len(steps)} steps ({steps[0].step} to {steps[-1].step}), {usual.period_s:.3g} s a step"
+        if self.figures.overlap:
+            first += f', optimizer.overlap = "{self.figures.overlap}"'
         parts = [f"{label} {100 * usual.share(p):.0f} %" for p, (label, _) in SHOWN.items() if usual.share(p) >= 0.005]
         found = [first, "time     " + ", ".join(parts)]
         found += [f"{finding.title}: {finding.text}" for finding in self.findings]

@@ -392,6 +392,7 @@ class Runtime:
             self.collectives.close()
         self.offloading.close()
         self.engine.close()
+        self.updater.speculation.close()
         self.store.close()
         for pool in self.pools.values():
             pool.close()

@@ -46,6 +46,9 @@ class _Attempt:
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     done: dict[int, Trial] = field(default_factory=dict)
     ended: bool = False
+    """No tile that waits is begun any more."""
+    decided: bool = False
+    """Somebody keeps or forgets it, once its last tile is done; nobody else does."""
 
 
 class Speculation:
@@ -102,7 +105,7 @@ class Speculation:
 
     def is_right(self) -> bool | None:
         """After a step: whether all that is tried is what it has fixed; None where nothing is tried."""
-        tried = list(self._attempts.values())
+        tried = [attempt for attempt in list(self._attempts.values()) if attempt.running or attempt.done]
         return all(attempt.spec == attempt.group.pending for attempt in tried) if tried else None
 
     @property
@@ -138,8 +141,8 @@ class Speculation:
         attempt = self._attempts.get(id(group))
         if attempt is None:
             return frozenset()
-        await self._end(attempt)
-        self._attempts.pop(id(group), None)
+        if not await self._decide(attempt):
+            return frozenset()
         if attempt.spec != spec:
             self._lose(attempt)
             return frozenset()
@@ -173,16 +176,32 @@ class Speculation:
     async def _drop(self, groups: list[GroupState]) -> None:
         for group in groups:
             attempt = self._attempts.get(id(group))
-            if attempt is not None:
-                await self._end(attempt)
-                self._attempts.pop(id(group), None)
+            if attempt is not None and await self._decide(attempt):
                 self._lose(attempt)
+
+    async def _decide(self, attempt: _Attempt) -> bool:
+        """Ends an attempt; whether it is the caller's to keep or to forget. A step may fetch its first units, and so
+        take what was tried for them, while the next optimizer's step drops what it has not fixed.
+        """
+        mine, attempt.decided = not attempt.decided, True
+        await self._end(attempt)
+        if mine:
+            del self._attempts[id(attempt.group)]
+        return mine
 
     async def _end(self, attempt: _Attempt) -> None:
         attempt.ended = True
         attempt.waiting.clear()
         while attempt.running:
             await asyncio.wait(list(attempt.running.values()))
+
+    def close(self) -> None:
+        """After the end of the loop: memory of what nobody has decided about goes back."""
+        self._tile_io.on_room = lambda: None
+        for attempt in self._attempts.values():
+            for trial in attempt.done.values():
+                self._trials.forget(trial)
+        self._attempts.clear()
 
     def _lose(self, attempt: _Attempt) -> None:
         for trial in attempt.done.values():

@@ -16,8 +16,9 @@ _LESS = 15 / 16
 class Habit:
     """Whether trying pays: not where it was lost lately, and only in the backward that the step usually follows.
 
-    After a lost step, 1, 2, 4 and up to 64 steps go without, as often as it is lost again; a step in which it would
-    have been kept starts that anew. So a run that clips in every step tries in one of 64.
+    After a step in which it was lost, or would have been, 1, 2, 4 and up to 64 steps go without, as often as that
+    happens again; each step in which it would have been kept halves that number. So a run that clips in every step
+    tries in one of 64, and hardly more often where a few steps do not clip.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,8 @@ class Habit:
         """``factor_was_one``: what was tried, if anything, was right."""
         self._usual, self._backwards, self.left_out = self._backwards, 0, False
         if factor_was_one:
-            self._pause = self._left = 0
+            self._pause //= 2
+            self._left = min(self._left, self._pause)
         elif self._left:
             self._left -= 1
         else:

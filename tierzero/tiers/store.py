@@ -338,6 +338,11 @@ class TieredStore:
             totals[stored.home] += slots * stored.extent.nbytes if stored.extent else stored.nbytes
         return totals
 
+    @property
+    def spare_bytes(self) -> int:
+        """Of the bytes on nvme, those in second slots."""
+        return sum(stored.extent.nbytes for stored in self._objects.values() if stored.twofold and stored.extent)
+
     def close(self) -> None:
         """Gives the memory back and removes the files. Safe to call twice. Running transfers fail with TierError."""
         self._cleanup.close()

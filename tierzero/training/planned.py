@@ -114,9 +114,9 @@ class Planner:
         """What the configuration leaves open. What it says is not changed."""
         given, config = self.config.given(), self.config
         said = {(section, key) for section, keys in given.items() for key in keys}
-        overlaps = ["forward", "both", "none"]
+        overlaps = ["auto", "forward", "both", "none"]  # first what a run takes that is given no plan
         if config.train.grad_clip == 0 and config.train.precision != "fp16" and self.micro_steps == 1:
-            overlaps.insert(0, "backward")
+            overlaps.insert(1, "backward")
         return Options(
             [config.activations.recompute] if ("activations", "recompute") in said else ["none", "unit", "sqrt"],
             [config.optimizer.overlap] if config.optimizer.overlap != "auto" else overlaps,

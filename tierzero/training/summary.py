@@ -45,7 +45,9 @@ class Totals:
         self.steps_lost += record.tries == Tries.LOST
 
 
-def summarise(totals: Totals, stats: Mapping[str, Any], state_bytes: int, peak_rss: int, ranks: int) -> list[str]:
+def summarise(
+    totals: Totals, stats: Mapping[str, Any], state_bytes: int, spare_bytes: int, peak_rss: int, ranks: int
+) -> list[str]:
     """One line each: model and state, tiers, NVMe traffic, updates ahead of the step, time, memory. Bytes are sums over
     the ranks.
     """
@@ -54,6 +56,8 @@ def summarise(totals: Totals, stats: Mapping[str, Any], state_bytes: int, peak_r
     lines = [
         f"model    {count(parameters)} parameters, state {amount(state_bytes)}{over} "
         f"({state_bytes / max(1, parameters):.1f} bytes per parameter)"
+        + (f" and second slots of {amount(spare_bytes)}" if spare_bytes else "")
+        + f'; optimizer.overlap = "{stats["overlap"]}"'
     ]
     if totals.last is not None:
         now, most = totals.last.tier_bytes, totals.last.peak_tier_bytes
