@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="the first one is not counted")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0 does not clip")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="configuration for tierzero"
     )
@@ -46,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.nvme or ".") as folder:
         work = Workload(
             system="tierzero", steps=options.steps, warmup=1, batch=options.batch, seq_len=options.seq_len,
-            nvme=folder, config=parse_settings(options.set),
+            clip=options.clip, nvme=folder, config=parse_settings(options.set),
         )  # fmt: skip
         attempts = list(climb(work, options.sizes, options.system, cap, lambda text: print(text, file=sys.stderr)))
     print(table(attempts, cap))
