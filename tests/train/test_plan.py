@@ -213,7 +213,8 @@ def test_bundled_machines_can_be_planned_for(tmp_path: Path, name: str, ranks: i
 
 
 def test_durable_tiers_count_both_slots(tmp_path: Path) -> None:
-    more = '[optimizer]\noverlap = "forward"\n[placement]\nparams = "nvme"\noptimizer = "nvme"\n[checkpoint]\ndir = "c"\n'
+    more = '[placement]\nparams = "nvme"\noptimizer = "nvme"\n[optimizer]\noverlap = "forward"\n[checkpoint]\n'
+    more += 'dir = "c"\n'
     once = json.loads(plan(configuration(tmp_path, more=more), "--profile", profile(tmp_path), "--json").stdout)
     path = configuration(tmp_path, more=f"{more}durable = true\n")
     twice = json.loads(plan(path, "--profile", profile(tmp_path), "--json").stdout)
