@@ -56,7 +56,7 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("slow", ["page_in", "sync"])
+@pytest.mark.parametrize("slow", [pytest.param("page_in", marks=pytest.mark.long), "sync"])
 def test_named_moments(slow: str, tmp_path: Path) -> None:
     """Sealed beside a backward in which updates, or the seal itself, take long: what was lost in step 2 is updated
     beside the backward of step 3, which does not use it.

@@ -88,7 +88,7 @@ def same_bits_on_one_rank(loop: Loop, setting: Setting) -> None:
             verify_checkpoint(Path(nvme) / f"both-{step}")
 
 
-@settings(max_examples=8, **QUIETLY)
+@settings(max_examples=6, **QUIETLY)
 @given(loop=LOOPS, setting=SETTINGS)
 def test_no_loop_and_no_placement_changes_a_bit(loop: Loop, setting: Setting) -> None:
     same_bits_on_one_rank(loop, setting)
@@ -108,7 +108,7 @@ def same_bits_on_two_ranks(ranks: RankPool, loop: Loop, setting: Setting) -> Non
             assert_bits(found, wanted)
 
 
-@settings(max_examples=3, **QUIETLY)
+@settings(max_examples=2, **QUIETLY)
 @given(loop=LOOPS, setting=SETTINGS)
 def test_two_ranks(two_ranks: RankPool, loop: Loop, setting: Setting) -> None:
     same_bits_on_two_ranks(two_ranks, loop, setting)

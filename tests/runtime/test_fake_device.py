@@ -123,7 +123,14 @@ def test_late_copies_beside_updates_in_the_backward(
     assert_identical(train_sharded(net(), config, UNCLIPPED, device=make_device(), poison=True), unclipped, placement)
 
 
-@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "device"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(name, marks=() if name in ("device-weights", "split-state") else pytest.mark.long)
+        for name in PLACEMENTS
+        if name != "device"
+    ],
+)
 def test_late_copies_beside_trials_in_the_backward(
     placement: str, make_device: DeviceMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,8 +168,20 @@ FAST_PROCESSOR = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, SLOW_DRIVE, FAST_PROCESSOR], ids=["balanced", "slow drive", "fast processor"])
-@pytest.mark.parametrize("host", ["3MB", "8MB", "30MB"])
+MACHINES = {"balanced": {}, "slow drive": SLOW_DRIVE, "fast processor": FAST_PROCESSOR}
+DIAGONAL = (("balanced", "3MB"), ("slow drive", "8MB"), ("fast processor", "30MB"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "host"),
+    [
+        pytest.param(
+            MACHINES[name], host, id=f"{name}-{host}", marks=() if (name, host) in DIAGONAL else pytest.mark.long
+        )
+        for name in MACHINES
+        for host in ("3MB", "8MB", "30MB")
+    ],
+)
 def test_the_search_is_as_good_as_trying_everything(tmp_path: Path, changes: dict[str, Any], host: str) -> None:
     values = Config.load(configuration(tmp_path, host=host)).override(["train.grad_clip=0"])
     planner = Planner(values, Site(machine(**changes)))
