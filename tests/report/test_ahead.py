@@ -16,6 +16,7 @@ import tierzero as tz
 from tierzero.api import running
 from tierzero.report.ahead import listed, sentences, tries_of
 from tierzero.report.build import build_report
+from tierzero.runtime.stats import Tries
 
 from ..support.oracle import Case, built, config, hyper, sharded
 from ..support.zoo import Block, Stack, regression
@@ -138,3 +139,10 @@ def test_a_record_from_before_is_read(once: Path, tmp_path: Path) -> None:
 def test_steps_are_listed_as_ranges() -> None:
     assert listed([3, 5, 6, 7, 9]) == "3, 5 to 7, 9"
     assert listed(range(1, 40, 2)) == "1, 3, 5, 7, ..., 33, 35, 37, 39"
+
+
+def test_a_rank_that_tried_nothing_does_not_speak_for_the_others() -> None:
+    assert Tries.of_ranks([None, "kept"]) is Tries.KEPT
+    assert Tries.of_ranks(["lost", None]) is Tries.LOST
+    assert Tries.of_ranks(["left out", "left out"]) is Tries.LEFT_OUT
+    assert Tries.of_ranks([None, None]) is None

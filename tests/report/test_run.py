@@ -127,8 +127,10 @@ def test_what_was_done_ahead_is_the_same_in_every_file(trained: Path) -> None:
         lines = [rank.steps[step] for rank in run.ranks]
         for key in ("tried_bytes", "kept_bytes", "redone_bytes", "read_ahead_bytes"):
             assert sum(line[key] for line in lines) == logged[key]
-        for key in ("tries", "clip_factor"):
-            assert [line[key] for line in lines] == [logged[key]] * RANKS
+        assert [line["clip_factor"] for line in lines] == [logged["clip_factor"]] * RANKS
+        # A rank that had no time for a try says nothing of it; the others agree, and the file says what they say.
+        tries = [line["tries"] for line in lines]
+        assert set(tries) - {None} == {logged["tries"]} - {None}
         assert sum(line["cold_start_s"] for line in lines) / RANKS == pytest.approx(logged["cold_start_s"])
         assert logged["cold_start_s"] <= sum(logged["stall_s"].values())
     assert sum(logged["cold_start_s"] for logged in run.logged.values()) > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from tierzero.records.reading import Line, RunRecord, mean, number
 from tierzero.report.halves import Halves, halves_of
-from tierzero.runtime.stats import STALL_KINDS
+from tierzero.runtime.stats import STALL_KINDS, Tries
 from tierzero.runtime.timeline import PHASES, STALLED
 
 TIERS = ("device", "host", "nvme")
@@ -119,7 +119,7 @@ def _ahead(lines: Sequence[Line]) -> Ahead:
         return sum(_seconds(line, key) for line in lines)
 
     first = lines[0] if lines else {}
-    tries, clip_factor = first.get("tries"), number(first, "clip_factor")
+    tries = Tries.of_ranks(line.get("tries") if isinstance(line.get("tries"), str) else None for line in lines)
     return Ahead(
         total("tried_bytes"),
         total("kept_bytes"),
@@ -127,8 +127,8 @@ def _ahead(lines: Sequence[Line]) -> Ahead:
         total("read_ahead_bytes"),
         total("start_bytes"),
         mean(_seconds(line, "cold_start_s") for line in lines),
-        tries if isinstance(tries, str) else None,
-        clip_factor,
+        tries,
+        number(first, "clip_factor"),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -80,6 +80,12 @@ class Tries(StrEnum):
         if right is None:
             return cls.LEFT_OUT if left_out else None
         return cls.KEPT if right else cls.LOST
+
+    @classmethod
+    def of_ranks(cls, said: Iterable[str | None]) -> Tries | None:
+        """Of a step, from what its ranks say. Those that tried something agree; one that had no time says None."""
+        found = set(said)
+        return next((kind for kind in (cls.LOST, cls.KEPT, cls.LEFT_OUT) if kind in found), None)
 
 
 @dataclass(frozen=True)

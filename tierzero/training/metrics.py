@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ConfigError
 from ..records.files import keep_steps, strict_json
+from ..runtime.stats import Tries
 from . import ranks
 from .memory import peak_rss_bytes, rss_bytes
 
@@ -77,6 +78,7 @@ def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world
     values += [stats["stall_s"][name] for name in STALLS]
     values += [stats[name] for name in AHEAD]
     values.append(stats["cold_start_s"])
+    values += [stats["tries"] == kind for kind in Tries]
     found = iter(ranks.total([float(value) for value in values], device))
     loss, step_s = next(found) / world_size, next(found) / world_size
     rss, peak, read, written = (int(next(found)) for _ in range(4))
@@ -104,7 +106,7 @@ def combine(own: Measured, stats: Mapping[str, Any], device: torch.device, world
         loss_scale=own.loss_scale,
         **{name: int(next(found)) for name in AHEAD},
         cold_start_s=next(found) / world_size,
-        tries=stats["tries"],
+        tries=Tries.of_ranks([kind for kind in Tries if next(found)]),
         clip_factor=stats["clip_factor"],
     )
 
