@@ -12,7 +12,7 @@ import torch
 from tierzero.checkpoint.index import Check, Extent, index_as_json
 from tierzero.errors import CheckpointError
 from tierzero.optim.formats import Segment
-from tierzero.runtime.snapshot import TileCopy, copied_bytes, state_homes
+from tierzero.runtime.snapshot import TileCopy
 from tierzero.runtime.state import GroupState, Tile, tile_pieces
 from tierzero.tiers import Cloner, FlatFile, HostAllocator, IoEngine, Priority, TieredStore, free_bytes, page_round
 
@@ -39,7 +39,7 @@ class RankWriter:
     ) -> None:
         self._engine, self._store, self._buffers = engine, store, buffers
         self._tiles = [(group, tile) for group in groups for tile in group.tiles]
-        *self._offsets, self._tiles_end = accumulate((copied_bytes(tile) for _, tile in self._tiles), initial=0)
+        *self._offsets, self._tiles_end = accumulate((tile.state_bytes() for _, tile in self._tiles), initial=0)
         self.nbytes = self._tiles_end + sum(page_round(values.nbytes) for _, values in buffers)
         self._extents: list[Extent] = []
         self._checks: list[Check] = []
@@ -67,7 +67,7 @@ class RankWriter:
 
     async def take_filed(self, number: int, tile: Tile) -> bool:
         """Clones one tile, if it can."""
-        homes = state_homes(tile)
+        homes = tile.state
         digests = self._store.filed_digests([home.stored for home in homes])
         if self._cloner is None or digests is None:
             return False

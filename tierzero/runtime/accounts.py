@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tierzero.runtime.state import UnitState
 from tierzero.runtime.stats import Counters
-from tierzero.tiers import Tier, page_round
+from tierzero.tiers import Tier
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -43,19 +43,17 @@ def counters(runtime: Runtime) -> Counters:
 def trained_bytes(units: Iterable[UnitState], only: Tier | None = None) -> int:
     """Bytes of the weights and optimizer state that updates of these units change, as filed; of one tier, or all."""
     tiles = [tile for unit in units for group in unit.groups for tile in group.tiles if tile.optimizer is not None]
-    homes = [home for tile in tiles for home in (tile.weight, tile.optimizer) if home is not None]
-    return sum(page_round(home.nbytes) for home in homes if only is None or home.tier is only)
+    return sum(tile.state_bytes(only) for tile in tiles)
 
 
 def first_units(runtime: Runtime) -> list[UnitState]:
     """Those that a step's forward waits for before it can run, as the last one used them: up to the first unit without
     others inside.
     """
-    outer = {index for unit in runtime.units for index in unit.ancestors}
     found = []
     for index in runtime.pager.trace.order():
         found.append(runtime.units[index])
-        if index not in outer:
+        if index not in runtime.pager.outer:
             break
     return found
 

@@ -85,7 +85,7 @@ class Pager:
         self._kept = kept
         self._reads_ahead = reads_ahead
         self._units = units
-        self._outer = {index for unit in units for index in unit.ancestors}
+        self.outer = {index for unit in units for index in unit.ancestors}
         """Units with others inside."""
         self._arena = arena
         self._engine = engine
@@ -127,7 +127,7 @@ class Pager:
         if in_order:
             if not starting:
                 self.after_use(time.perf_counter() - began, _in_backward())
-            if self._stalls.starting and (unit.index not in self._outer or _in_backward()):
+            if self._stalls.starting and (unit.index not in self.outer or _in_backward()):
                 self._stalls.starting = False
         return record.gathered
 

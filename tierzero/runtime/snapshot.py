@@ -79,11 +79,6 @@ class _Entry:
     done: asyncio.Future[None] | None = None
 
 
-def copied_bytes(tile: Tile) -> int:
-    """Length of a `TileCopy`."""
-    return sum(page_round(home.nbytes) for home in state_homes(tile))
-
-
 class Snapshot:
     """Hands every tile of ``groups``, numbered in their order, to ``receiver``.
 
@@ -101,7 +96,7 @@ class Snapshot:
         self._engine, self._store, self._device, self._receiver = engine, store, device, receiver
         pairs = [(group, tile) for group in groups for tile in group.tiles]
         self._entries = {id(tile): _Entry(number, group, tile) for number, (group, tile) in enumerate(pairs)}
-        largest = max((copied_bytes(tile) for _, tile in pairs), default=0)
+        largest = max((tile.state_bytes() for _, tile in pairs), default=0)
         self._memory = MemoryPool(Tier.HOST, max(_MEMORY, 2 * largest), device.host_allocator())
         self._failure: BaseException | None = None
         self._running: Future[None] | None = None
@@ -173,7 +168,7 @@ class Snapshot:
     async def _hand_over(self, entry: _Entry, opened: OpenTile | None, priority: Priority) -> None:
         if await self._receiver.take_filed(entry.number, entry.tile):
             return
-        nbytes = copied_bytes(entry.tile)
+        nbytes = entry.tile.state_bytes()
         staged = None if opened is None else _as_filed(opened, entry.tile)
         if staged is not None:
             await self._receiver.receive(TileCopy(entry.number, entry.group, entry.tile, staged, priority))
@@ -189,7 +184,7 @@ class Snapshot:
     async def _fill(self, buffer: Buffer, tile: Tile, opened: OpenTile | None, priority: Priority) -> None:
         start = 0
         filed: list[tuple[int, Home]] = []
-        for home in state_homes(tile):
+        for home in tile.state:
             if home.tier is Tier.NVME:
                 filed.append((start, home))
             else:
@@ -212,16 +207,11 @@ class Snapshot:
             await self._engine.call(target.copy_, source)
 
 
-def state_homes(tile: Tile) -> list[Home]:
-    """Of its weights and its optimizer state, if it has any."""
-    return [home for home in (tile.weight, tile.optimizer) if home is not None]
-
-
 def _as_filed(opened: OpenTile, tile: Tile) -> memoryview | None:
     """The open tile's staging memory, if all of the state lies there, which is then laid out as in a file."""
-    if opened.staging is None or opened.mirrors or any(home.tier is not Tier.NVME for home in state_homes(tile)):
+    if opened.staging is None or opened.mirrors or any(home.tier is not Tier.NVME for home in tile.state):
         return None
-    memory = opened.staging.memory(0, copied_bytes(tile))
+    memory = opened.staging.memory(0, tile.state_bytes())
     _zero_tails(memory, tile)
     return memory
 
@@ -229,7 +219,7 @@ def _as_filed(opened: OpenTile, tile: Tile) -> memoryview | None:
 def _zero_tails(memory: memoryview, tile: Tile) -> None:
     """What lies between the end of a home and its last page's: whatever the memory held before."""
     start = 0
-    for home in state_homes(tile):
+    for home in tile.state:
         end = start + page_round(home.nbytes)
         memory[start + home.nbytes : end] = bytes(end - start - home.nbytes)
         start = end

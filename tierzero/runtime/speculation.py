@@ -139,9 +139,7 @@ class Speculation:
     async def take(self, group: GroupState, spec: UpdateSpec) -> frozenset[int]:
         """Ends the attempt for a group whose update is ``spec``; the tiles (by identity) that have it now."""
         attempt = self._attempts.get(id(group))
-        if attempt is None:
-            return frozenset()
-        if not await self._decide(attempt):
+        if attempt is None or not await self._decide(attempt):
             return frozenset()
         if attempt.spec != spec:
             self._lose(attempt)

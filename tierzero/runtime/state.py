@@ -21,7 +21,7 @@ from tierzero.optim.hyper import AdamHyper
 from tierzero.optim.owner import HyperOf
 from tierzero.runtime.paged import GatheredParameter, PagedParameter, placeholder
 from tierzero.sharding.layout import FlatLayout, Fragment, Slot, TileSpan
-from tierzero.tiers import Buffer, StoredObject, Tier
+from tierzero.tiers import Buffer, StoredObject, Tier, page_round
 
 if TYPE_CHECKING:
     from tierzero.runtime.runtime import Runtime
@@ -53,6 +53,15 @@ class Tile:
     weight: Home
     optimizer: Home | None
     gradient: Home | None
+
+    @property
+    def state(self) -> list[Home]:
+        """The homes of its weights and of its optimizer state, if it has any."""
+        return [home for home in (self.weight, self.optimizer) if home is not None]
+
+    def state_bytes(self, only: Tier | None = None) -> int:
+        """Bytes of its state as it is filed, each part in whole pages; of one tier, or all."""
+        return sum(page_round(home.nbytes) for home in self.state if only is None or home.tier is only)
 
 
 @dataclass(frozen=True)

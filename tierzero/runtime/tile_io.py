@@ -123,7 +123,7 @@ class TileIO:
 
     async def _open(self, group: GroupState, tile: Tile, parts: Parts, priority: Priority) -> OpenTile:
         wanted = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
-        staged = [(kind, home) for kind, home in wanted if not self._addressable(home)]
+        staged = [(kind, home) for kind, home in wanted if not self.addressable(home)]
         opened = await self._take_ahead(tile) if parts & Parts.STATE else None
         if opened is not None and parts is not Parts.ALL:
             self.close(opened)
@@ -146,7 +146,7 @@ class TileIO:
         """On the loop: begins to read what of the tile's state lies on nvme, laid out as for the whole tile. False when
         ``reserve`` bytes would not be left free.
         """
-        staged = [(k, h) for k, h in self._homes(tile, Parts.ALL) if h is not None and not self._addressable(h)]
+        staged = [(k, h) for k, h in self._homes(tile, Parts.ALL) if h is not None and not self.addressable(h)]
         state = [home for kind, home in staged if _is_ahead(kind, home)]
         if not state or id(tile) in self._ahead or self._in_use[id(tile)]:
             return True
@@ -234,7 +234,7 @@ class TileIO:
         with self._using(tile):
             await self.discard_ahead(tile)
             homes = [(kind, home) for kind, home in self._homes(tile, parts) if home is not None]
-            staged = [home for _, home in homes if not self._addressable(home)]
+            staged = [home for _, home in homes if not self.addressable(home)]
             opened = OpenTile(group, tile)
             if staged:
                 opened.staging = await self._acquire(sum(page_round(home.nbytes) for home in staged))
@@ -293,7 +293,7 @@ class TileIO:
             try:
                 if opened.lease is not None:
                     opened.lease.mark_dirty()
-                    with self.timing(Kind.PAGE_OUT, opened.group, opened.tile, _nbytes_of_state(opened.tile)):
+                    with self.timing(Kind.PAGE_OUT, opened.group, opened.tile, opened.tile.state_bytes(Tier.NVME)):
                         await self._store.page_out(opened.lease, priority)
                     opened.lease = None
             finally:
@@ -350,7 +350,8 @@ class TileIO:
             self.room.change(waiting=-1, holding=taken)
         return buffer
 
-    def _addressable(self, home: Home) -> bool:
+    def addressable(self, home: Home) -> bool:
+        """The host can read and write it where it lives."""
         buffer = home.stored.buffer
         return buffer is not None and (self._device.is_host or not _on_device(home))
 
@@ -432,12 +433,6 @@ class TileIO:
 
 def _is_ahead(kind: Parts, home: Home) -> bool:
     return kind in Parts.STATE and home.tier is Tier.NVME
-
-
-def _nbytes_of_state(tile: Tile) -> int:
-    """Bytes of it that a write-back writes."""
-    homes = [home for home in (tile.weight, tile.optimizer) if home is not None and home.tier is Tier.NVME]
-    return sum(page_round(home.nbytes) for home in homes)
 
 
 def _on_device(home: Home) -> bool:

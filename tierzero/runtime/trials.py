@@ -47,22 +47,7 @@ class Trial:
     @property
     def nbytes(self) -> int:
         """Of state."""
-        return state_bytes(self.tile)
-
-    @property
-    def filed(self) -> int:
-        """Of that, bytes in tier files."""
-        return sum(page_round(home.nbytes) for home in state_of(self.tile) if home.tier is Tier.NVME)
-
-
-def state_of(tile: Tile) -> list[Home]:
-    """The homes of its weights and of its optimizer state, if it has any."""
-    return [home for home in (tile.weight, tile.optimizer) if home is not None]
-
-
-def state_bytes(tile: Tile) -> int:
-    """Of its state as it is filed."""
-    return sum(page_round(home.nbytes) for home in state_of(tile))
+        return self.tile.state_bytes()
 
 
 class Trials:
@@ -78,7 +63,7 @@ class Trials:
             return False
         if tile.optimizer.tier is Tier.HOST and tile.optimizer.nbytes != tile.optimizer.stored.nbytes:
             return False
-        return all(home.tier is not Tier.NVME or home.stored.twofold for home in state_of(tile))
+        return all(home.tier is not Tier.NVME or home.stored.twofold for home in tile.state)
 
     def is_free(self, tile: Tile) -> bool:
         """Nobody has its state open, and its spare slots may be written."""
@@ -89,16 +74,13 @@ class Trials:
         """Staging memory while it is tried, of which that of state in files, and of gradients there, comes back after
         it.
         """
-        homes = [*state_of(tile), tile.gradient]
-        staged = sum(page_round(home.nbytes) for home in homes if home is not None and self._is_staged(home))
+        homes = [home for home in (*tile.state, tile.gradient) if home is not None]
+        staged = sum(page_round(home.nbytes) for home in homes if not self._tile_io.addressable(home))
         return staged + self.held_bytes(tile)
 
     def held_bytes(self, tile: Tile) -> int:
         """Staging memory until it is kept or forgotten."""
-        return sum(page_round(home.nbytes) for home in state_of(tile) if home.tier is not Tier.NVME)
-
-    def _is_staged(self, home: Home) -> bool:
-        return home.tier is Tier.NVME or (home.tier is Tier.DEVICE and not self._device.is_host)
+        return tile.state_bytes() - tile.state_bytes(Tier.NVME)
 
     def begin(self, group: GroupState, tile: Tile) -> Trial | None:
         """None without memory for it."""
@@ -123,7 +105,7 @@ class Trials:
     async def file(self, opened: OpenTile, trial: Trial) -> None:
         """What of an open tile was paged in goes to the spare slots."""
         if opened.lease is not None:
-            with self._tile_io.timing(Kind.PAGE_OUT, trial.group, trial.tile, trial.filed):
+            with self._tile_io.timing(Kind.PAGE_OUT, trial.group, trial.tile, trial.tile.state_bytes(Tier.NVME)):
                 await self._store.write_spare(opened.lease, Priority.WRITE_BACK)
 
     async def keep(self, trial: Trial) -> None:
@@ -131,16 +113,15 @@ class Trials:
         self._store.adopt_spare(_filed(trial.tile))
         if trial.optimizer is not None:
             assert trial.tile.optimizer is not None
-            self.held -= trial.optimizer.capacity
-            buffer, trial.optimizer = trial.optimizer, None
-            self._tile_io.give_back(self._store.exchange(trial.tile.optimizer.stored, buffer))
+            # The old home goes back in place of the new one, and is as large.
+            trial.optimizer = self._store.exchange(trial.tile.optimizer.stored, trial.optimizer)
         if trial.weight is not None:
             await self._copy_home(trial.weight, trial.tile.weight)
-            self._release(trial, "weight")
+        self.forget(trial)
 
     async def _copy_home(self, buffer: Buffer, home: Home) -> None:
         target, source = home.tensor(torch.uint8, home.nbytes), buffer.view(torch.uint8, home.nbytes)
-        if self._is_staged(home):
+        if not self._tile_io.addressable(home):
             event = self._device.copy_in(target, source, self._device.now())
             self._device.wait(event)  # compute and copies that are issued from now on come after it
             await self._tile_io.passed(event)
@@ -148,19 +129,16 @@ class Trials:
             await self._engine.call(_copy, target, source)
 
     def forget(self, trial: Trial) -> None:
-        for kind in ("weight", "optimizer"):
-            self._release(trial, kind)
-
-    def _release(self, trial: Trial, kind: str) -> None:
-        buffer: Buffer | None = getattr(trial, kind)
-        if buffer is not None:
-            setattr(trial, kind, None)
-            self.held -= buffer.capacity
-            self._tile_io.give_back(buffer)
+        """Its memory goes back."""
+        buffers, trial.weight, trial.optimizer = (trial.weight, trial.optimizer), None, None
+        for buffer in buffers:
+            if buffer is not None:
+                self.held -= buffer.capacity
+                self._tile_io.give_back(buffer)
 
 
 def _filed(tile: Tile) -> list[StoredObject]:
-    return [home.stored for home in state_of(tile) if home.tier is Tier.NVME]
+    return [home.stored for home in tile.state if home.tier is Tier.NVME]
 
 
 def _set_apart(opened: OpenTile, trial: Trial) -> None:
